@@ -1,0 +1,69 @@
+"""The contract of an eviction policy.
+
+The law of this module: a policy only advises. It never calls back into the store, owns no lock
+and no clock, and sees neither keys nor bytes: only small integer ids that the core gives to
+chunks, and times that the core passes in. The core re-checks every victim (a leaf, unleased, not
+being written, not below a tenant's minimum); a stale candidate is a no-op. What a policy must get
+right is the order: a chunk may only be named before a chunk of the same chain that is nearer to
+the root if nothing below it is left, so `touch` and `insert` get whole chains.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+class Policy(ABC):
+    """Order of eviction among the chunks of one tier. One instance, one thread.
+
+    `queue` is a small integer chosen by the core (one for each size class and tenant): victims
+    are asked for a queue, so that room is made where it is needed.
+    """
+
+    name: str = "?"
+
+    @abstractmethod
+    def insert(self, chunk: int, *, parent: int, queue: int, size: int, ghost: int, now: int) -> None:
+        """A chunk became resident. `parent` is its parent's id or -1; `size` its bytes in this
+        tier; `ghost` a 64-bit digest of its key, for policies that remember evicted keys; `now`
+        ns. Pre: `chunk` is not in the policy. Post: it is not the first victim of a queue that
+        holds a chunk with no later use."""
+
+    @abstractmethod
+    def touch(self, chain: Sequence[int], now: int) -> None:
+        """These chunks, in order from root to leaf, were used together. Ids that are not in the
+        policy are passed over. Post: no chunk of the chain precedes its own descendants."""
+
+    @abstractmethod
+    def victims(self, queue: int, now: int) -> Iterator[int]:
+        """Candidates of a queue, best victim first, every resident chunk at most once. Nothing is
+        removed; the caller stops when it has enough and calls `forget` for what it took. The
+        iterator is dead after any other call that changes the policy."""
+
+    @abstractmethod
+    def coldness(self, queue: int, now: int) -> float | None:
+        """A number that can be compared between queues: the smaller, the less the first victim
+        of this queue is worth keeping. None when the queue is empty."""
+
+    @abstractmethod
+    def forget(self, chunk: int, *, evicted: bool) -> None:
+        """The chunk is no longer resident. `evicted`: by this policy's advice, so a ghost may be
+        kept; otherwise it was removed or invalidated. Unknown ids are a no-op."""
+
+    @abstractmethod
+    def value(self, chunk: int, now: int) -> float:
+        """Worth of one resident chunk on the scale of `coldness` (for choosing a slab)."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Resident chunks."""
+
+    @abstractmethod
+    def snapshot(self) -> dict[str, Any]:
+        """State as msgpack-able values; ids are the core's."""
+
+    @abstractmethod
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up a snapshot. Pre: the policy is empty."""

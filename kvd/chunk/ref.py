@@ -1,0 +1,44 @@
+"""Where the bytes of one shard of a chunk lie in shared memory.
+
+A reference is only a place and a claim: (arena, record, offset, length, generation). Whoever uses
+one compares the generation in the record table after its last byte; see docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+REF_BYTES = 32
+
+REF_DTYPE = np.dtype(
+    [
+        ("arena", "<u4"),  # number of the arena in this session (told at attach)
+        ("record", "<u4"),  # index of the slot's 512-byte record in the arena's table
+        ("offset", "<u8"),  # bytes from the start of the arena to the payload, 4 KiB aligned
+        ("length", "<u8"),  # payload bytes
+        ("generation", "<u8"),  # must equal the record's generation
+    ]
+)
+
+
+class SlotRef(NamedTuple):
+    """One reference, unpacked."""
+
+    arena: int
+    record: int
+    offset: int
+    length: int
+    generation: int
+
+
+def unpack_refs(data: bytes | memoryview) -> NDArray[np.void]:
+    """References as a structured array (dtype REF_DTYPE). ValueError if the size is off."""
+    return np.frombuffer(data, dtype=REF_DTYPE)
+
+
+def pack_refs(refs: list[SlotRef]) -> bytes:
+    """References as packed bytes, 32 a piece."""
+    return np.array([tuple(r) for r in refs], dtype=REF_DTYPE).tobytes()
