@@ -1,0 +1,71 @@
+"""ChunkKey: what a shard of a chunk is found by; and namespaces, the part of it that is bound to
+a session.
+
+The law of this module: two keys are the same only if every part is. Nothing is cut, joined by a
+separator, case-folded or normalised on the way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import NamedTuple
+
+from kvd.chunk.outcome import Kind
+from kvd.errors import BadKey
+
+HASH_BYTES = 32
+MAX_NAMESPACE_BYTES = 128
+
+_NAMESPACE_DOMAIN = b"kvd/namespace/1\0"
+_STORAGE_DOMAIN = b"kvd/storage-name/1\0"
+_KEY = struct.Struct("<BI")
+
+
+class ChunkKey(NamedTuple):
+    """Identity of one shard of a chunk. `spec` is a spec digest, `chunk` a chunk hash, 32 bytes
+    each; `shard` an index into the spec's shard table."""
+
+    kind: Kind
+    namespace: str
+    spec: bytes
+    chunk: bytes
+    shard: int
+
+    def storage_name(self) -> str:
+        """64 hex digits that name this shard in a store with restricted names (a file, an
+        object): a digest over all parts, so it is injective for any Unicode, on
+        case-insensitive and length-limited stores too."""
+        check_hash(self.spec, "spec digest")
+        check_hash(self.chunk, "chunk hash")
+        name = namespace_digest(self.namespace)
+        body = _KEY.pack(self.kind, self.shard) + name + self.spec + self.chunk
+        return hashlib.sha256(_STORAGE_DOMAIN + body).hexdigest()
+
+
+def check_namespace(name: str) -> str:
+    """The name, unchanged. BadKey unless it is 1 to 128 bytes of UTF-8 without NUL."""
+    if not isinstance(name, str):
+        raise BadKey(f"namespace must be text, got {type(name).__name__}")
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise BadKey(f"namespace is not valid Unicode: {name!r}") from error
+    if not 1 <= size <= MAX_NAMESPACE_BYTES:
+        raise BadKey(f"namespace has {size} bytes of UTF-8, must have 1 to {MAX_NAMESPACE_BYTES}")
+    if "\0" in name:
+        raise BadKey(f"namespace {name!r} contains NUL")
+    return name
+
+
+def namespace_digest(name: str) -> bytes:
+    """32 bytes that stand for the namespace in a record. BadKey as `check_namespace`."""
+    return hashlib.sha256(_NAMESPACE_DOMAIN + check_namespace(name).encode()).digest()
+
+
+def check_hash(value: bytes, what: str = "chunk hash") -> bytes:
+    """The hash, unchanged. BadKey unless it is exactly 32 bytes."""
+    if not isinstance(value, bytes) or len(value) != HASH_BYTES:
+        got = f"{len(value)} bytes" if isinstance(value, bytes) else type(value).__name__
+        raise BadKey(f"{what} must be {HASH_BYTES} bytes, got {got}")
+    return value
