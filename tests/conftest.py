@@ -1,0 +1,232 @@
+"""What holds for every test.
+
+The law of this file: a test leaves nothing behind. After each test an autouse fixture compares
+the process with what it was before: Python threads, file descriptors, child processes, and names
+in /dev/shm that start with `kvd-`. What is still there after a grace period fails that test, and
+is cleared away as far as that is safe, so that the next one starts clean. Fixtures of a wider
+scope than a test are set up before the comparison begins and torn down after it ends.
+
+At the end of the run, processes that were started by it and got away from their parent (a
+daemon's child whose parent was killed) are looked for by a mark in their environment.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import re
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import settings
+
+# Settings of the person who runs the tests must not steer the daemons that the tests start.
+for _name in [n for n in os.environ if n.startswith("KVD_")]:
+    del os.environ[_name]
+
+settings.register_profile("kvd", deadline=None, print_blob=True)
+settings.load_profile("kvd")
+
+# Threads and processes that were told to end may need a moment.
+GRACE_S = float(os.environ.get("LEAK_GRACE_S", "5"))
+
+# Threads of libraries that live as long as the process once they were started.
+LIBRARY_THREADS = re.compile(r"pydevd|tqdm_monitor|InductorSubproc")
+# Descriptors that libraries open once and keep.
+LIBRARY_FILES = re.compile(
+    r"^/dev/(null|u?random|tty)$|\.hypothesis/|/site-packages/|/__pycache__/"
+)
+# Helpers of the standard library, one a process, that end with it.
+LIBRARY_CHILDREN = re.compile(
+    rb"multiprocessing\.(resource_tracker|forkserver)|torch.*compile_worker"
+)
+
+_RUN_MARK = "PYTEST_LEAK_MARK"
+os.environ[_RUN_MARK] = uuid.uuid4().hex
+
+
+class Snapshot(NamedTuple):
+    threads: frozenset[int]
+    files: dict[int, str]
+    children: frozenset[int]
+    shm: frozenset[str]
+
+
+def _files() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # the directory listing's own descriptor
+            continue
+    return found
+
+
+def _children() -> frozenset[int]:
+    pids: set[int] = set()
+    for task in os.listdir("/proc/self/task"):
+        try:
+            pids.update(map(int, Path(f"/proc/self/task/{task}/children").read_bytes().split()))
+        except (FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
+            continue
+    return frozenset(pids)
+
+
+def _shm() -> frozenset[str]:
+    return frozenset(n for n in os.listdir("/dev/shm") if n.startswith("kvd-"))
+
+
+def _snapshot() -> Snapshot:
+    threads = frozenset(t.ident for t in threading.enumerate() if t.ident is not None)
+    return Snapshot(threads, _files(), _children(), _shm())
+
+
+def _cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def _held_elsewhere(name: str) -> bool:
+    """Whether a live daemon, not of this process, holds the lock of this arena. Another run of
+    the tests on the same machine may have daemons of its own."""
+    base = re.sub(r"\.(table|lock|s)$", "", name)
+    try:
+        fd = os.open(f"/dev/shm/{base}.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _leaks(before: Snapshot) -> list[str]:
+    """What is there now and was not before, in words."""
+    found = [
+        f"thread {t.name!r}"
+        for t in threading.enumerate()
+        if t.ident not in before.threads and t.is_alive() and not LIBRARY_THREADS.search(t.name)
+    ]
+    old = set(before.files.values())
+    found += [
+        f"descriptor {fd} -> {target}"
+        for fd, target in _files().items()
+        if before.files.get(fd) != target
+        # A descriptor that moved to another number (capture does that) is no leak.
+        and not (target in old and target.startswith("/") and not target.startswith("/dev/shm"))
+        and not LIBRARY_FILES.search(target)
+    ]
+    found += [
+        f"child process {pid}: {_cmdline(pid).decode(errors='replace') or 'a zombie'}"
+        for pid in _children() - before.children
+        if not LIBRARY_CHILDREN.search(_cmdline(pid))
+    ]
+    found += [
+        f"shared memory /dev/shm/{name}"
+        for name in sorted(_shm() - before.shm)
+        if not _held_elsewhere(name)
+    ]
+    return found
+
+
+def _clear(before: Snapshot) -> None:
+    """Kill this process's left-over children and unlink what they left in /dev/shm."""
+    for pid in _children() - before.children:
+        if LIBRARY_CHILDREN.search(_cmdline(pid)):
+            continue
+        try:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            continue
+    for name in _shm() - before.shm:
+        if _held_elsewhere(name):
+            continue
+        path = Path("/dev/shm", name)
+        if path.is_dir():
+            for file in path.iterdir():
+                file.unlink(missing_ok=True)
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fails a test that leaks a thread, a descriptor, a child process or a shared-memory file."""
+    before = _snapshot()
+    yield
+    leaks = _leaks(before)
+    if not leaks:
+        return
+    gc.collect()  # an object in a reference cycle may hold it; that alone is no leak
+    end = time.monotonic() + GRACE_S
+    while (leaks := _leaks(before)) and time.monotonic() < end:
+        time.sleep(0.05)
+    if leaks:
+        _clear(before)
+        pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+def _strays() -> list[int]:
+    mark = f"{_RUN_MARK}={os.environ[_RUN_MARK]}".encode()
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            environ = Path(f"/proc/{entry}/environ").read_bytes()
+        except OSError:  # another user's, or gone
+            continue
+        if mark in environ.split(b"\0"):
+            found.append(int(entry))
+    return found
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_process_outlives_the_run() -> Iterator[None]:
+    """Fails the run when a process that it started still lives after the last test."""
+    yield
+    end = time.monotonic() + GRACE_S
+    strays: list[int] = []
+    while time.monotonic() < end:
+        strays = [pid for pid in _strays() if not LIBRARY_CHILDREN.search(_cmdline(pid))]
+        if not strays:
+            return
+        time.sleep(0.1)
+    told = [f"{pid}: {_cmdline(pid).decode(errors='replace')}" for pid in strays]
+    for pid in strays:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    pytest.fail("processes outlived the run:\n  " + "\n  ".join(told), pytrace=False)
+
+
+def _eventually(
+    condition: Callable[[], object], timeout_s: float = 10.0, interval_s: float = 0.01
+) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() >= end:
+            pytest.fail(f"did not come true within {timeout_s} s: {condition}")
+        time.sleep(interval_s)
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    """`eventually(condition, timeout_s=10)`: returns as soon as the condition is true, fails the
+    test when it never is."""
+    return _eventually

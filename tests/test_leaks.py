@@ -1,0 +1,123 @@
+"""The fixtures of conftest.py do notice what a test leaves behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+LEAKING = '''
+import os, subprocess, sys, tempfile, threading, time
+
+import pytest
+
+NAME = "/dev/shm/kvd-leak-{pid}"
+
+
+def test_thread():
+    threading.Thread(target=time.sleep, args=(2,), name="left-over", daemon=True).start()
+
+
+def test_descriptor():
+    os.open("/dev/zero", os.O_RDONLY)
+
+
+def test_pipe():
+    os.pipe()
+
+
+def test_child():
+    global child  # out of reach of the garbage collector
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+def test_shared_memory():
+    open(NAME, "w").close()
+
+
+def test_shared_memory_folder():
+    os.mkdir(NAME + ".s")
+    open(NAME + ".s/session", "w").close()
+
+
+@pytest.fixture(scope="module")
+def wide():
+    read, write = os.pipe()
+    thread = threading.Event()
+    waiter = threading.Thread(target=thread.wait)
+    waiter.start()
+    yield
+    thread.set()
+    waiter.join()
+    os.close(read)
+    os.close(write)
+
+
+def test_clean_one(wide):
+    with tempfile.TemporaryFile() as file:
+        file.write(b"x")
+
+
+def test_cycle():
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.me, holder.file = holder, os.fdopen(os.open("/dev/null", os.O_RDONLY))
+
+
+def test_thread_that_ends_in_time():
+    threading.Thread(target=time.sleep, args=(0.2,)).start()
+'''
+
+STRAY = '''
+import subprocess, sys
+
+
+def test_grandchild_gets_away():
+    inner = "import time; time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {inner!r}])"
+    subprocess.run([sys.executable, "-c", code], check=True)
+'''
+
+
+def _pytest(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
+    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path / "conftest.py")
+    (tmp_path / "test_inner.py").write_text(code)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
+    return subprocess.run(
+        [*command, "test_inner.py"],
+        cwd=tmp_path,
+        env=env | {"LEAK_GRACE_S": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_each_kind_of_leak_fails_its_test_and_no_other(tmp_path: Path) -> None:
+    name = f"kvd-leak-{os.getpid()}"
+    done = _pytest(tmp_path, LEAKING.replace("kvd-leak-{pid}", name))
+    blamed = set(re.findall(r"ERROR at teardown of (\w+)", done.stdout))
+    assert blamed == {
+        "test_thread",
+        "test_descriptor",
+        "test_pipe",
+        "test_child",
+        "test_shared_memory",
+        "test_shared_memory_folder",
+    }, done.stdout
+    assert "thread 'left-over'" in done.stdout
+    assert f"shared memory /dev/shm/{name}.s" in done.stdout
+    assert not [n for n in os.listdir("/dev/shm") if n.startswith(name)]
+
+
+def test_a_process_that_got_away_fails_the_run(tmp_path: Path) -> None:
+    done = _pytest(tmp_path, STRAY)
+    assert done.returncode == 1, done.stdout
+    assert "processes outlived the run" in done.stdout
