@@ -92,7 +92,7 @@ def _pytest(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*command, "test_inner.py"],
         cwd=tmp_path,
-        env=env | {"LEAK_GRACE_S": "1"},
+        env=env | {"LEAK_GRACE_S": "0.5"},
         capture_output=True,
         text=True,
         timeout=60,
