@@ -1,0 +1,23 @@
+"""First in, first out, from the leaves.
+
+The law of this module: a use changes nothing. The cheapest policy, and friendly to flash; on
+real traces 0 to 4 points below LRU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvd.eviction.leaves import LeafPolicy
+
+
+class Fifo(LeafPolicy):
+    """Score: time of insertion, ns."""
+
+    name = "fifo"
+
+    def _first(self, chunk: int, ghost: int, size: int, time: int) -> float:
+        return float(time)
+
+    def touch(self, chain: Sequence[int], now: int) -> None:
+        """Passes over all ids."""

@@ -1,0 +1,79 @@
+"""What is remembered of chunks that were evicted.
+
+The law of this module: bounded, first in first out, and a digest is here or resident, never both:
+`take` removes. 64-bit digests can collide; the price is a wrong score, never a wrong byte.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+
+
+class Ghosts:
+    """A ring of (digest, `width` numbers). The ring only grows: its bound follows the largest
+    number of resident chunks."""
+
+    def __init__(self, width: int = 1) -> None:
+        self._width = width
+        self._place: dict[int, int] = {}
+        self._digest = array("Q")
+        self._values = array("d")
+        self._hand = 0
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def __contains__(self, digest: int) -> bool:
+        return digest in self._place
+
+    def put(self, digest: int, values: tuple[float, ...], limit: int) -> None:
+        """Remember; at most `limit` digests, the oldest goes."""
+        if limit <= 0:
+            return
+        self._place.pop(digest, None)
+        hand, width = self._hand, self._width
+        if hand >= len(self._digest):
+            if hand < limit:
+                self._digest.append(digest)
+                self._values.extend(values)
+                self._place[digest] = hand
+                self._hand = hand + 1
+                return
+            hand = 0
+        old = self._digest[hand]
+        if self._place.get(old) == hand:
+            del self._place[old]
+        self._digest[hand] = digest
+        self._values[hand * width : (hand + 1) * width] = array("d", values)
+        self._place[digest] = hand
+        self._hand = hand + 1
+
+    def take(self, digest: int) -> tuple[float, ...] | None:
+        """What was remembered, and forget it."""
+        place = self._place.pop(digest, None)
+        if place is None:
+            return None
+        return tuple(self._values[place * self._width : (place + 1) * self._width])
+
+    def snapshot(self) -> list[Any]:
+        """Oldest first: [digests, values], little-endian bytes."""
+        size = len(self._digest)
+        order = [*range(self._hand, size), *range(min(self._hand, size))]
+        live = [p for p in order if self._place.get(self._digest[p]) == p]
+        digests = np.frombuffer(self._digest, dtype=np.uint64)[live] if size else np.empty(0, "<u8")
+        values = np.frombuffer(self._values).reshape(size, self._width)[live]
+        return [digests.astype("<u8").tobytes(), values.astype("<f8").tobytes()]
+
+    def restore(self, state: list[Any]) -> None:
+        """Take up a snapshot. Pre: empty."""
+        digests = np.frombuffer(state[0], dtype="<u8").tolist()
+        values = np.frombuffer(state[1], dtype="<f8").tolist()
+        if len(values) != len(digests) * self._width:
+            raise ValueError("ghosts of another width")
+        self._digest = array("Q", digests)
+        self._values = array("d", values)
+        self._place = {d: i for i, d in enumerate(digests)}
+        self._hand = len(digests)

@@ -1,0 +1,339 @@
+"""Resident chunks as a forest, and the order in which its leaves may go.
+
+The law of this module: only leaves are candidates. A chunk enters the order when its last
+resident child has left, so a prefix goes from its leaves whatever the scores say. A score only
+rises between two visits (or is lowered through `_rescore`), so an entry in a heap is a lower bound
+and a touch costs no heap operation: a stale entry is put right when it reaches the top. The chunk
+inserted last is held back: it is named when nothing else is left.
+
+Arrays are indexed by the core's small ids, 44 bytes a chunk; heaps hold leaves only.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush, heapreplace
+from math import nan
+from typing import Any
+
+import numpy as np
+from kvd.eviction.base import Policy
+from numpy.typing import NDArray
+
+ABSENT = -1
+_SLACK = 1024  # stale entries that a heap may hold beyond twice its chunks
+
+
+class LeafPolicy(Policy):
+    """What every policy with one score a chunk shares: membership, time, leaves, restart.
+
+    A subclass gives `_first` (score at insertion), `touch`, and may keep ghosts. It may also
+    split a queue in several lists (`_lists`): a chunk's home is `queue * _lists + list`.
+    """
+
+    _lists = 1
+
+    def __init__(self) -> None:
+        self._parent = array("i")  # id, or -1
+        self._parent_life = array("I")  # the parent's life when it was our parent
+        self._life = array("I")  # raised when an id leaves: ids are used again
+        self._kids = array("i")  # resident children
+        self._home = array("i")  # queue * _lists + list, or -1: not here
+        self._score = array("d")
+        self._entry = array("d")  # score under which the chunk is in its heap; nan: it isn't
+        self._digest = array("Q")
+        self._heaps: dict[int, list[tuple[float, int]]] = {}
+        self._count: dict[int, int] = {}  # chunks at a home
+        self._newest = ABSENT
+        self._len = 0
+        self._origin: int | None = None  # the core's time at our time 0
+        self._time = 0  # ns since the origin, strictly rising
+
+    # -- for subclasses -------------------------------------------------------------------------
+
+    def _first(self, chunk: int, ghost: int, size: int, time: int) -> float:
+        """Score of a chunk that becomes resident. `time`: ns on our own clock."""
+        raise NotImplementedError
+
+    def _list_of(self, chunk: int, ghost: int) -> int:
+        """The list that a chunk enters; called before `_first`."""
+        return 0
+
+    def _gone(self, chunk: int, evicted: bool) -> None:
+        """The chunk leaves; its fields still hold."""
+
+    def _clock(self, now: int) -> int:
+        """Our own time: starts near 0, never twice the same, not moved by a restart."""
+        if self._origin is None:
+            self._origin = now - self._time - 1
+        time = now - self._origin
+        if time <= self._time:
+            time = self._time + 1
+        self._time = time
+        return time
+
+    def _peek(self, now: int) -> int:
+        """Our own time, without using it up."""
+        return self._time if self._origin is None else max(now - self._origin, self._time)
+
+    def _rescore(self, chunk: int, score: float) -> None:
+        """Set a score that may be lower than before. Pre: resident."""
+        self._score[chunk] = score
+        if chunk != self._newest and not self._kids[chunk]:
+            self._entry[chunk] = nan
+            self._expose(chunk)
+
+    def _rehome(self, chunk: int, home: int) -> None:
+        """Move a resident chunk to another list of its queue."""
+        self._count[self._home[chunk]] -= 1
+        self._count[home] = self._count.get(home, 0) + 1
+        self._home[chunk] = home
+        self._entry[chunk] = nan
+        if chunk != self._newest and not self._kids[chunk]:
+            self._expose(chunk)
+
+    def _expose(self, chunk: int) -> None:
+        """The chunk is a leaf: see that its heap has an entry for it."""
+        if self._entry[chunk] == self._entry[chunk]:  # not nan: a lower bound is there
+            return
+        home, score = self._home[chunk], self._score[chunk]
+        heap = self._heaps.get(home)
+        if heap is None:
+            heap = self._heaps[home] = []
+        elif len(heap) > 2 * self._count[home] + _SLACK:
+            heap[:] = [(s, c) for s, c in heap if self._entry[c] == s and self._home[c] == home]
+            heapify(heap)
+        self._entry[chunk] = score
+        heappush(heap, (score, chunk))
+
+    def _top(self, home: int) -> int:
+        """The leaf with the lowest score, or -1; puts stale entries right on the way."""
+        heap = self._heaps.get(home)
+        while heap:
+            score, chunk = heap[0]
+            if self._entry[chunk] != score or self._home[chunk] != home:
+                heappop(heap)
+            elif self._kids[chunk]:
+                heappop(heap)
+                self._entry[chunk] = nan
+            elif self._score[chunk] != score:
+                self._entry[chunk] = self._score[chunk]
+                heapreplace(heap, (self._score[chunk], chunk))
+            else:
+                return chunk
+        newest = self._newest
+        if newest >= 0 and self._home[newest] == home and not self._kids[newest]:
+            return newest
+        return ABSENT
+
+    def resident(self, chunk: int) -> bool:
+        """Whether the id is here now."""
+        return 0 <= chunk < len(self._home) and self._home[chunk] >= 0
+
+    # -- the contract ---------------------------------------------------------------------------
+
+    def insert(
+        self, chunk: int, *, parent: int, queue: int, size: int, ghost: int, now: int
+    ) -> None:
+        if chunk >= len(self._home):
+            self._grow(chunk + 1)
+        time = self._clock(now)
+        newest, self._newest = self._newest, chunk
+        home = queue * self._lists + self._list_of(chunk, ghost)
+        self._home[chunk] = home
+        self._count[home] = self._count.get(home, 0) + 1
+        self._digest[chunk] = ghost
+        self._kids[chunk] = 0
+        self._entry[chunk] = nan
+        if parent != chunk and self.resident(parent):
+            self._parent[chunk] = parent
+            self._parent_life[chunk] = self._life[parent]
+            self._kids[parent] += 1
+        else:
+            self._parent[chunk] = ABSENT
+        self._len += 1
+        self._score[chunk] = self._first(chunk, ghost, size, time)
+        if newest >= 0 and not self._kids[newest]:
+            self._expose(newest)
+
+    def forget(self, chunk: int, *, evicted: bool) -> None:
+        if not self.resident(chunk):
+            return
+        self._gone(chunk, evicted)
+        if chunk == self._newest:
+            self._newest = ABSENT
+        self._count[self._home[chunk]] -= 1
+        self._home[chunk] = ABSENT
+        self._entry[chunk] = nan
+        self._life[chunk] = (self._life[chunk] + 1) & 0xFFFFFFFF
+        self._len -= 1
+        parent = self._parent_of(chunk)
+        if parent >= 0:
+            self._kids[parent] -= 1
+            if not self._kids[parent] and parent != self._newest:
+                self._expose(parent)
+
+    def victims(self, queue: int, now: int) -> Iterator[int]:
+        walk = Walk(self, (queue * self._lists,))
+        while (chunk := walk.take(0)) >= 0:
+            yield chunk
+
+    def coldness(self, queue: int, now: int) -> float | None:
+        chunk = self._top(queue * self._lists)
+        return None if chunk < 0 else self.value(chunk, now)
+
+    def value(self, chunk: int, now: int) -> float:
+        return self._score[chunk] if self.resident(chunk) else float("-inf")
+
+    def __len__(self) -> int:
+        return self._len
+
+    def _parent_of(self, chunk: int) -> int:
+        """The resident parent, or -1. An id that was given to another chunk since isn't it."""
+        parent = self._parent[chunk]
+        if parent >= 0 and self._life[parent] == self._parent_life[chunk]:
+            return parent
+        return ABSENT
+
+    def _grow(self, need: int) -> None:
+        more = max(need, 2 * len(self._home), 64) - len(self._home)
+        for field, fill in self._columns():
+            field.extend(array(field.typecode, [fill]) * more)
+
+    def _columns(self) -> list[tuple[array[Any], float | int]]:
+        """Every per-chunk array and what it holds for an id that isn't here."""
+        return [
+            (self._parent, ABSENT),
+            (self._parent_life, 0),
+            (self._life, 0),
+            (self._kids, 0),
+            (self._home, ABSENT),
+            (self._score, 0.0),
+            (self._entry, nan),
+            (self._digest, 0),
+        ]
+
+    # -- restart --------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """Columns of the resident chunks, little-endian; scores and time are our own."""
+        ids = np.flatnonzero(np.frombuffer(self._home, dtype=np.int32) >= 0).astype("<i8")
+        parents = np.array([self._parent_of(c) for c in ids.tolist()], dtype="<i8")
+        return {
+            "policy": self.name,
+            "time": self._time,
+            "ids": ids.tobytes(),
+            "parent": parents.tobytes(),
+            **{name: self._column(name, ids).tobytes() for name in self._saved()},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if self._len:
+            raise ValueError("restore needs an empty policy")
+        if state.get("policy") != self.name:
+            raise ValueError(f"snapshot of policy {state.get('policy')!r}, this is {self.name!r}")
+        self._time = int(state["time"])
+        ids = np.frombuffer(state["ids"], dtype="<i8")
+        parents = np.frombuffer(state["parent"], dtype="<i8")
+        if not len(ids):
+            return
+        if int(ids.min()) < 0:
+            raise ValueError("negative chunk id in a snapshot")
+        self._grow(int(ids.max()) + 1)
+        for name in self._saved():
+            column: array[Any] = getattr(self, name)
+            values = np.frombuffer(state[name], dtype=np.dtype(column.typecode).newbyteorder("<"))
+            if len(values) != len(ids):
+                raise ValueError(f"snapshot column {name} has {len(values)} of {len(ids)} values")
+            np.frombuffer(column, dtype=column.typecode)[ids] = values
+        for chunk, parent in zip(ids.tolist(), parents.tolist(), strict=True):
+            if self.resident(parent):
+                self._parent[chunk] = parent
+                self._parent_life[chunk] = self._life[parent]
+                self._kids[parent] += 1
+        for chunk in ids.tolist():
+            home = self._home[chunk]
+            self._count[home] = self._count.get(home, 0) + 1
+            if not self._kids[chunk]:
+                self._entry[chunk] = self._score[chunk]
+                self._heaps.setdefault(home, []).append((self._score[chunk], chunk))
+        for heap in self._heaps.values():
+            heapify(heap)
+        self._len = len(ids)
+
+    def _saved(self) -> tuple[str, ...]:
+        """Names of the columns that a snapshot holds."""
+        return ("_home", "_score", "_digest")
+
+    def _column(self, name: str, ids: NDArray[np.int64]) -> NDArray[Any]:
+        column: array[Any] = getattr(self, name)
+        values: NDArray[Any] = np.frombuffer(column, dtype=column.typecode)[ids]
+        return values.astype(values.dtype.newbyteorder("<"))
+
+
+class Walk:
+    """One pass over the lists of a queue as if what was named had gone: nothing is changed.
+
+    A parent joins when its last resident child has been named. `veto(chunk)` true: the chunk is
+    kept for the end of its list.
+    """
+
+    def __init__(
+        self,
+        policy: LeafPolicy,
+        homes: tuple[int, ...],
+        veto: Callable[[int], bool] | None = None,
+    ) -> None:
+        self._policy = policy
+        self._homes = homes
+        self._veto = veto
+        self._left: dict[int, int] = {}  # parent -> children not named yet
+        self._late: list[list[int]] = [[] for _ in homes]
+        self._front: list[list[tuple[float, int, int]]] = [[] for _ in homes]
+        for front, home in zip(self._front, homes, strict=True):
+            policy._top(home)
+            heap = policy._heaps.get(home)
+            if heap:
+                front.append((*heap[0], 0))
+        newest = policy._newest
+        if newest >= 0 and policy._home[newest] in homes and not policy._kids[newest]:
+            self._late[homes.index(policy._home[newest])].append(newest)
+
+    def take(self, which: int) -> int:
+        """The next candidate of list number `which`, or -1."""
+        policy, front, home = self._policy, self._front[which], self._homes[which]
+        heap = policy._heaps.get(home, [])
+        while front:
+            score, chunk, place = heappop(front)
+            if place >= 0:
+                for child in (2 * place + 1, 2 * place + 2):
+                    if child < len(heap):
+                        heappush(front, (*heap[child], child))
+                if (
+                    policy._entry[chunk] != score
+                    or policy._home[chunk] != home
+                    or policy._kids[chunk]
+                ):
+                    continue
+                if policy._score[chunk] != score:
+                    heappush(front, (policy._score[chunk], chunk, ABSENT))
+                    continue
+            if self._veto is not None and self._veto(chunk):
+                self._late[which].append(chunk)
+                continue
+            return self._named(chunk)
+        if self._late[which]:
+            return self._named(self._late[which].pop(0))
+        return ABSENT
+
+    def _named(self, chunk: int) -> int:
+        policy = self._policy
+        parent = policy._parent_of(chunk)
+        if parent >= 0:
+            left = self._left.get(parent, policy._kids[parent]) - 1
+            self._left[parent] = left
+            if not left and policy._home[parent] in self._homes:
+                which = self._homes.index(policy._home[parent])
+                heappush(self._front[which], (policy._score[parent], parent, ABSENT))
+        return chunk
