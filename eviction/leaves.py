@@ -18,8 +18,9 @@ from math import nan
 from typing import Any
 
 import numpy as np
-from kvd.eviction.base import Policy
 from numpy.typing import NDArray
+
+from kvd.eviction.base import Policy
 
 ABSENT = -1
 _SLACK = 1024  # stale entries that a heap may hold beyond twice its chunks
