@@ -1,0 +1,22 @@
+"""The arena: shared memory that the daemon owns and its clients map.
+
+The law of this package: the daemon alone writes the record table, reserves memory before it is
+used, and never truncates; a client's references are checked before use (bounds) and after
+(generation, epoch); ownership and life are locks, not files.
+"""
+
+from kvd.arena.client import ArenaMap
+from kvd.arena.layout import Geometry, plan
+from kvd.arena.owner import ArenaOwner
+from kvd.arena.preflight import check_room
+from kvd.arena.table import Registry, Scan
+
+__all__ = [
+    "ArenaMap",
+    "ArenaOwner",
+    "Geometry",
+    "Registry",
+    "Scan",
+    "check_room",
+    "plan",
+]
