@@ -186,9 +186,7 @@ def inspect_model(model: PreTrainedModel) -> KVShape:
 
 
 def _config_digest(model: PreTrainedModel) -> str:
-    fields = {
-        name: value for name, value in model.config.to_dict().items() if name not in _NO_KV
-    }
+    fields = {name: value for name, value in model.config.to_dict().items() if name not in _NO_KV}
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -77,6 +77,7 @@ class KVLayout(NamedTuple):
             for _ in range(self.layers)
         ]
 
+    @torch.no_grad()
     def read(
         self,
         slot: memoryview,
@@ -90,6 +91,7 @@ class KVLayout(NamedTuple):
             keys[0].narrow(1, begin, self.tokens).copy_(source[layer, 0])
             values[0].narrow(1, begin, self.tokens).copy_(source[layer, 1])
 
+    @torch.no_grad()
     def write(
         self,
         slot: memoryview,

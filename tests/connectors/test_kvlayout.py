@@ -1,0 +1,80 @@
+"""A chunk crosses between a cache and a slot unchanged, and lies there as the codec says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvd.connectors.kvlayout import STORABLE, KVLayout
+
+GQA = KVLayout(layers=3, heads=2, tokens=16, dim=8, dtype=torch.float32)
+MHA = KVLayout(layers=2, heads=4, tokens=32, dim=4, dtype=torch.float32)
+
+
+def random_pairs(layout: KVLayout, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    pairs = layout.blank(tokens, layout.dtype, "cpu")
+    for keys, values in pairs:
+        keys.normal_()
+        values.normal_()
+    return pairs
+
+
+@pytest.mark.parametrize("dtype", STORABLE)
+@pytest.mark.parametrize("layout", [GQA, MHA])
+def test_every_chunk_comes_back_bit_for_bit(layout: KVLayout, dtype: torch.dtype) -> None:
+    layout = layout._replace(dtype=dtype)
+    pairs = random_pairs(layout, 3 * layout.tokens)
+    back = layout.blank(3 * layout.tokens, dtype, "cpu")
+    for chunk in range(3):
+        slot = memoryview(bytearray(layout.nbytes))
+        layout.write(slot, chunk, pairs)
+        layout.read(slot, chunk, back)
+    for before, after in zip(pairs, back, strict=True):
+        assert torch.equal(before[0], after[0])
+        assert torch.equal(before[1], after[1])
+
+
+def test_a_slot_is_layer_part_head_token_dim() -> None:
+    """The codec's name fixes the bytes: whoever changes the order must change the name."""
+    assert GQA.codec == "torch-lkhtd/1"
+    pairs = GQA.blank(GQA.tokens, torch.float32, "cpu")
+    wanted = []
+    for layer, pair in enumerate(pairs):
+        for part, tensor in enumerate(pair):
+            for head in range(GQA.heads):
+                for token in range(GQA.tokens):
+                    for dim in range(GQA.dim):
+                        number = float(
+                            (((layer * 2 + part) * GQA.heads + head) * GQA.tokens + token)
+                            * GQA.dim
+                            + dim
+                        )
+                        tensor[0, head, token, dim] = number
+                        wanted.append(number)
+    slot = memoryview(bytearray(GQA.nbytes))
+    GQA.write(slot, 0, pairs)
+    assert slot.cast("f").tolist() == wanted
+
+
+def test_a_change_of_dtype_happens_in_the_copy() -> None:
+    half = GQA._replace(dtype=torch.bfloat16)
+    assert half.nbytes * 2 == GQA.nbytes
+    pairs = random_pairs(GQA, GQA.tokens)
+    slot = memoryview(bytearray(half.nbytes))
+    half.write(slot, 0, pairs)
+    back = half.blank(GQA.tokens, torch.float32, "cpu")
+    half.read(slot, 0, back)
+    assert torch.equal(back[1][0], pairs[1][0].to(torch.bfloat16).float())
+
+
+def test_a_slot_of_another_size_is_refused() -> None:
+    for nbytes in (GQA.nbytes - 1, GQA.nbytes + 4, 0):
+        with pytest.raises(ValueError, match="slot of"):
+            GQA.over(memoryview(bytearray(nbytes)))
+
+
+def test_a_cache_that_wants_gradients_leaves_none_in_the_slot() -> None:
+    pairs = [(k.requires_grad_(), v.requires_grad_()) for k, v in random_pairs(GQA, GQA.tokens)]
+    slot = memoryview(bytearray(GQA.nbytes))
+    GQA.write(slot, 0, pairs)
+    assert torch.equal(GQA.over(slot)[0, 0], pairs[0][0][0])

@@ -1,0 +1,1 @@
+"""`python -m kvd.tools.demo`: a real model answers over a document, cold and warm."""

@@ -1,0 +1,196 @@
+"""The demo: a real model answers over a document, cold, warm, and after the daemon was killed.
+
+The law of this module: each answer comes from a process of its own, so that nothing but the daemon
+can carry KV from one to the next, and every answer's tokens are compared with those of a run
+without kvd.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from kvd.tools.demo.daemon import Daemon, DaemonFailed
+from kvd.tools.demo.model import ModelMissing, Prepared, prepare
+from kvd.tools.demo.questions import QUESTIONS
+
+__all__ = ["main"]
+
+ARENA_SIZE = "512MiB"
+ANSWER_S = 600.0  # bound on one process; a hang is a failure with a name
+
+
+class AnswerFailed(Exception):
+    """A process of the demo ended with an error; holds what it said."""
+
+
+class Answer(NamedTuple):
+    """What one process told about one question (see `answer.answer`)."""
+
+    question: str
+    answer: str
+    tokens: list[int]
+    prompt_tokens: int
+    reused_tokens: int
+    ttft_s: float
+    ttft_cpu_s: float
+    counts: dict[str, int]
+
+
+class Outcome(NamedTuple):
+    """Cold, warm, after the restart; and the same three questions without kvd."""
+
+    runs: list[Answer]
+    plain: list[Answer]
+
+    @property
+    def identical(self) -> bool:
+        return all(a.tokens == b.tokens for a, b in zip(self.runs, self.plain, strict=True))
+
+    def to_json(self) -> dict[str, Any]:
+        cold, warm, restarted = self.runs
+        return {
+            "ttft_cold_s": round(cold.ttft_s, 4),
+            "ttft_warm_s": round(warm.ttft_s, 4),
+            "ttft_after_restart_s": round(restarted.ttft_s, 4),
+            "reused_tokens": warm.reused_tokens,
+            "identical": self.identical,
+        }
+
+
+def ask(
+    model: Path, threads: int, questions: Sequence[str], socket: str | None = None
+) -> list[Answer]:
+    """Answers from one new process. AnswerFailed, with its words."""
+    command = [sys.executable, "-m", "kvd.tools.demo.answer", "--model", str(model)]
+    command += ["--threads", str(threads), *(["--socket", socket] if socket else []), *questions]
+    # Threads that spin while they wait take the core from those that compute.
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise AnswerFailed(f"no answer within {ANSWER_S:.0f} s") from error
+    if done.returncode != 0:
+        raise AnswerFailed(f"exit status {done.returncode}:\n{done.stderr[-2000:]}")
+    return [Answer(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def run(console: Console, model: Path, threads: int, daemon: Daemon) -> Outcome:
+    """The job, told step by step. DaemonFailed, AnswerFailed."""
+    first, second, third = QUESTIONS
+    console.print("[bold]1[/] a daemon starts; a document and a question, cold")
+    daemon.start()
+    runs = ask(model, threads, [first], daemon.socket)
+    _tell(console, runs[-1])
+    console.print("[bold]2[/] a new process: the same document, another question")
+    runs += ask(model, threads, [second], daemon.socket)
+    _tell(console, runs[-1])
+    console.print("[bold]3[/] the daemon is killed (SIGKILL) and started again; a third question")
+    daemon.kill()
+    daemon.start()
+    runs += ask(model, threads, [third], daemon.socket)
+    _tell(console, runs[-1])
+    console.print("[bold]4[/] the three questions without kvd, to compare")
+    return Outcome(runs, ask(model, threads, QUESTIONS))
+
+
+def _tell(console: Console, answer: Answer) -> None:
+    console.print(f"  Q: {answer.question}\n  A: {answer.answer}", markup=False, highlight=False)
+
+
+def table(outcome: Outcome) -> Table:
+    cold = outcome.runs[0]
+    shown = Table(title="time to first token (TTFT)", title_justify="left")
+    shown.add_column("run")
+    for column in ("prompt tokens", "reused tokens", "TTFT s", "CPU s", "cold / this"):
+        shown.add_column(column, justify="right")
+    shown.add_column("tokens identical to a run without kvd")
+    names = ("cold", "warm, new process", "after SIGKILL and restart")
+    for name, answer, plain in zip(names, outcome.runs, outcome.plain, strict=True):
+        shown.add_row(
+            name,
+            f"{answer.prompt_tokens:,}",
+            f"{answer.reused_tokens:,}",
+            f"{answer.ttft_s:.3f}",
+            f"{answer.ttft_cpu_s:.3f}",
+            f"{cold.ttft_s / answer.ttft_s:.1f} x",
+            "yes" if answer.tokens == plain.tokens else "[red]no",
+        )
+    return shown
+
+
+def look(console: Console, socket: str) -> None:
+    """What an operator sees."""
+    for arguments in (["status"], ["inspect", "--limit", "8"]):
+        console.print(f"\n[bold]$ kvd-cli {' '.join(arguments)}")
+        command = [sys.executable, "-m", "kvd.tools.cli", "--socket", socket, *arguments]
+        subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
+
+
+def prepare_model(console: Console) -> Prepared:
+    """The model's folder, with a progress bar while it is made. ModelMissing, OSError."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("model", total=None, visible=False)
+
+        def step(what: str, done: int, total: int) -> None:
+            progress.update(
+                task, description=f"model: {what}", completed=done, total=total, visible=True
+            )
+
+        return prepare(progress=step)
+
+
+def sensible_threads() -> int:
+    """As many as there are cores to have. Two OpenMP threads on a core that something else also
+    wants are slower than one, so a core that is taken is left alone."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given) > 0:
+        return int(given)
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores - int(os.getloadavg()[0]))
+
+
+@click.command(name="demo", help=__doc__.split("\n")[0])
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write figures there.")
+@click.option("--threads", type=click.IntRange(1), help="Threads of the model; default: by load.")
+def main(json_path: Path | None, threads: int | None) -> None:
+    console = Console()
+    threads = threads or sensible_threads()
+    try:
+        prepared = prepare_model(console)
+        made = "prepared now" if prepared.fresh else "already prepared"
+        console.print(f"model {prepared.path} ({made}), {threads} thread(s)", highlight=False)
+        with Daemon(ARENA_SIZE) as daemon:
+            outcome = run(console, prepared.path, threads, daemon)
+            console.print()
+            console.print(table(outcome))
+            look(console, daemon.socket)
+    except (ModelMissing, DaemonFailed, AnswerFailed, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    if json_path is not None:
+        json_path.write_text(json.dumps(outcome.to_json()) + "\n")
+    if not outcome.identical:
+        raise click.ClickException("the tokens with kvd are not those without it")

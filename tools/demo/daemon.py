@@ -1,0 +1,99 @@
+"""A daemon of the demo's own, in folders of its own.
+
+The law of this module: nothing of it is left behind, however the demo ends: not the process, not
+its socket, not its arena. It takes no settings from the caller's environment.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+from kvd.client import Client
+from kvd.errors import KvdError
+
+__all__ = ["Daemon", "DaemonFailed"]
+
+_START_S = 30.0
+_STOP_S = 15.0
+
+
+class DaemonFailed(Exception):
+    """The daemon ended, or did not answer in time; holds what it said."""
+
+
+class Daemon:
+    """`kvd` on a socket in a temporary folder; a context manager."""
+
+    def __init__(self, arena_size: str) -> None:
+        self._arena_size = arena_size
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="kvd-demo-", dir="/tmp"))
+        shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self._arena = Path(tempfile.mkdtemp(prefix="kvd-demo-", dir=shm))
+        self._log = self._folder / "daemon.log"
+
+    @property
+    def socket(self) -> str:
+        return str(self._folder / "kvd.sock")
+
+    def __enter__(self) -> Daemon:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+        shutil.rmtree(self._arena, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def start(self) -> None:
+        """Start it and wait until it answers. DaemonFailed, with its words, if it doesn't."""
+        command = [sys.executable, "-m", "kvd.server.main", "--socket", self.socket]
+        command += ["--arena-path", str(self._arena), "--arena-size", self._arena_size]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("KVD_")}
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
+        end = time.monotonic() + _START_S
+        while True:
+            try:
+                with Client(self.socket, timeout_s=1.0, name="demo") as client:
+                    client.ping()
+                return
+            except (KvdError, OSError) as error:
+                if self._process.poll() is not None or time.monotonic() > end:
+                    said = self._log.read_text(errors="replace")[-2000:]
+                    self.stop()
+                    raise DaemonFailed(f"the daemon did not start ({error}):\n{said}") from error
+                time.sleep(0.05)
+
+    def kill(self) -> None:
+        """SIGKILL: no goodbye, nothing flushed; socket and arena are left where they lie."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL if that is not enough."""
+        if self._process is None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
