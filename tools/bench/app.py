@@ -1,0 +1,169 @@
+"""The command line of kvd-bench: options in, a table or one JSON object out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from kvd.errors import KvdError
+from kvd.tools.bench import machine
+from kvd.tools.bench.daemon import BenchError
+
+_EPILOG = """\b
+Examples:
+  kvd-bench data                   stores and loads beside np.copyto
+  kvd-bench control --json         round trips and lookups, as JSON
+  kvd-bench index                  the index alone, at a million chunks
+  kvd-bench data --quick           whether it runs at all; its figures mean nothing
+
+Each measurement starts a daemon of its own, on temporary paths, unless --socket names one.
+"""
+
+_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+_quick = click.option("--quick", is_flag=True, help="Seconds instead of minutes; rough figures.")
+_socket = click.option("--socket", metavar="PATH", help="Measure the daemon at this socket.")
+
+
+@click.group(
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+def bench() -> None:
+    """Measure kvd beside the limit of the machine, both in the same run.
+
+    Figures are medians of rounds in which limit and product take turns over the same bytes. The
+    machine's facts go to standard error.
+    """
+
+
+@bench.command()
+@_json
+@_quick
+@_socket
+@click.option("--rounds", type=click.IntRange(min=1), help="Rounds a case (default: 7).")
+def data(as_json: bool, quick: bool, socket: str | None, rounds: int | None) -> None:
+    """Stores and loads: 16 x 2 MiB and 4 x 32 MiB a request, contiguous and paged.
+
+    The limit of a store and of a load is np.copyto of the same bytes into warm shared memory; for
+    the paged layout it is the same gather into aligned warm private memory. cpu_s_per_gb is the
+    CPU of client and daemon together for each GB that was moved.
+    """
+    from kvd.tools.bench.data import run_data
+
+    _run(as_json, lambda: run_data(socket, quick=quick, rounds=rounds), _data_tables)
+
+
+@bench.command()
+@_json
+@_quick
+@_socket
+def control(as_json: bool, quick: bool, socket: str | None) -> None:
+    """Lookups of 1, 32 and 512 keys, pipelined lookups, and bare ZMQ beside them."""
+    from kvd.tools.bench.control import run_control
+
+    _run(as_json, lambda: run_control(socket, quick=quick), _control_tables)
+
+
+@bench.command()
+@_json
+@_quick
+def index(as_json: bool, quick: bool) -> None:
+    """The core in this process, at 10,000 and at 1,000,000 chunks: memory, lookups, adoption."""
+    from kvd.tools.bench.index import run_index
+
+    _run(as_json, lambda: run_index(quick=quick), _index_tables)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run kvd-bench with these arguments: 0 done, 1 failed, 2 usage."""
+    try:
+        bench.main(args=list(argv), prog_name="kvd-bench", standalone_mode=False)
+        sys.stdout.flush()
+        return 0
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        print("kvd-bench: interrupted", file=sys.stderr)
+        return 130
+    except click.UsageError as error:
+        print(f"kvd-bench: {error.format_message()} (see: kvd-bench --help)", file=sys.stderr)
+        return 2
+    except (BenchError, KvdError, MemoryError, OSError) as error:
+        print(f"kvd-bench: {error or type(error).__name__}", file=sys.stderr)
+        return 1
+
+
+def _run(
+    as_json: bool,
+    measure: Callable[[], dict[str, Any]],
+    tables: Callable[[dict[str, Any]], list[Table]],
+) -> None:
+    machine.say()
+    result = measure()
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    console = Console(highlight=False, markup=False, emoji=False)
+    for table in tables(result):
+        console.print(table)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(column.removeprefix(">"), justify="right" if right else "left")
+    return table
+
+
+def _data_tables(result: dict[str, Any]) -> list[Table]:
+    table = _table(
+        "data", "request", "layout", "mode", ">limit GB/s", ">store GB/s", ">ratio",
+        ">load GB/s", ">ratio", ">cpu-s/GB",
+    )  # fmt: skip
+    for case in result["cases"]:
+        table.add_row(
+            f"{case['chunks']} x {case['chunk_bytes'] >> 20} MiB",
+            case["layout"],
+            case["mode"],
+            *(
+                "-" if case[name] is None else f"{case[name]:.2f}"
+                for name in ("limit_gbps", "store_gbps", "store_ratio", "load_gbps", "load_ratio")
+            ),
+            f"{case['cpu_s_per_gb']:.3f}",
+        )
+    daemon = _table("the daemon's CPU while 1 GB/s is stored", "", ">% of a core")
+    for name, key in (("without sealing", "daemon_cpu_pct_at_1gbps"),
+                      ("with sealing", "daemon_cpu_pct_sealing")):
+        daemon.add_row(name, "-" if result[key] is None else f"{result[key]:.1f}")
+    return [table, daemon]
+
+
+def _control_tables(result: dict[str, Any]) -> list[Table]:
+    table = _table("lookups", ">keys", "found", ">p50 ms", ">p99 ms")
+    for row in result["lookup"]:
+        table.add_row(
+            str(row["keys"]),
+            "all" if row["hit"] else "none",
+            f"{row['p50_ms']:.3f}",
+            f"{row['p99_ms']:.3f}",
+        )
+    table.add_row("-", "bare ZMQ", f"{result['zmq_rtt_p50_ms']:.3f}",
+                  f"{result['zmq_rtt_p99_ms']:.3f}")
+    rates = _table("pipelined, a second", "", ">")
+    rates.add_row("single-key lookups", f"{result['pipelined_lookups_per_s']:,.0f}")
+    rates.add_row("bare ZMQ echo", f"{result['zmq_pipelined_per_s']:,.0f}")
+    return [table, rates]
+
+
+def _index_tables(result: dict[str, Any]) -> list[Table]:
+    table = _table("index", "", ">")
+    for key, value in result.items():
+        table.add_row(key, f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}")
+    return [table]

@@ -1,0 +1,143 @@
+"""`kvd-bench control`: what asking costs, beside bare ZMQ.
+
+The law of this module: lookups and bare round trips take turns in blocks within one run, so that
+both meet the same weather. A lookup leases what it finds, as an engine's does; giving the lease
+back is not part of the figure. Keys are asked in chain order.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import deque
+from itertools import cycle
+from typing import Any
+
+from kvd.chunk import Kind
+from kvd.client import Client, SpecHandle
+from kvd.tools.bench.daemon import BenchError, Daemon
+from kvd.tools.bench.data import _all_ok
+from kvd.tools.bench.echo import Echo
+from kvd.tools.bench.keys import Chain, chain, spec
+from kvd.tools.bench.measure import median, percentile, quiet_collector
+from kvd.wire import messages
+from kvd.wire.messages import Selector
+
+_CHUNK_BYTES = 4096  # what a lookup costs does not depend on the payload's size
+_CHAINS = 16
+_DEPTH = 512
+_COUNTS = (1, 32, 512)
+_WINDOW = 128  # requests on their way; a session may have 256
+_ECHO_BYTES = 256  # about a single-key lookup with its header
+_BLOCK = 50  # lookups between two blocks of bare round trips
+
+
+def run_control(socket: str | None, *, quick: bool = False) -> dict[str, Any]:
+    """Percentiles in milliseconds, rates a second."""
+    blocks = 4 if quick else 40
+    requests = 2_000 if quick else 20_000
+    rounds = 2 if quick else 5
+    with Daemon(socket, "--arena-size", "256MiB") as daemon:
+        with (
+            tempfile.TemporaryDirectory(prefix="kvd-echo-", dir="/tmp") as directory,
+            Echo(os.path.join(directory, "echo")) as echo,
+            Client(daemon.socket, timeout_s=30, name="kvd-bench") as client,
+        ):
+            handle = client.register(spec("control", _CHUNK_BYTES))
+            chains = [_stored(client, handle) for _ in range(_CHAINS)]
+            with quiet_collector():
+                lookups, bare = _latencies(client, handle, chains, echo, blocks)
+                ours, echoed = [], []
+                for _ in range(rounds):
+                    echoed.append(echo.pipelined(bytes(_ECHO_BYTES), requests, _WINDOW))
+                    ours.append(_pipelined(client, handle, chains, requests))
+            client.evict(Selector(spec=handle.digest))
+    return {
+        "lookup": lookups,
+        "pipelined_lookups_per_s": median(ours),
+        "zmq_rtt_p50_ms": percentile(bare, 0.5) * 1e3,
+        "zmq_rtt_p99_ms": percentile(bare, 0.99) * 1e3,
+        "zmq_pipelined_per_s": median(echoed),
+    }
+
+
+def _stored(client: Client, handle: SpecHandle) -> Chain:
+    keys = chain(_DEPTH)
+
+    def fill(chunk: int, view: memoryview) -> None:
+        view[:8] = chunk.to_bytes(8, "little")
+
+    outcomes = client.store_chunks(handle, keys.hashes, keys.fingerprints, fill, batch=64)
+    _all_ok(outcomes, "store")
+    return keys
+
+
+def _latencies(
+    client: Client, handle: SpecHandle, chains: list[Chain], echo: Echo, blocks: int
+) -> tuple[list[dict[str, Any]], list[float]]:
+    bare: list[float] = []
+    seconds: dict[tuple[int, bool], list[float]] = {
+        (count, hit): [] for count in _COUNTS for hit in (True, False)
+    }
+    known = cycle(chains)
+    message = bytes(_ECHO_BYTES)
+    for block in range(-1, blocks):
+        for (count, hit), spent in seconds.items():
+            times = [
+                _lookup(client, handle, (next(known) if hit else chain(count)), count, hit)
+                for _ in range(_BLOCK)
+            ]
+            trips = [echo.round_trip(message) for _ in range(_BLOCK)]
+            if block >= 0:  # the first block warms up
+                spent += times
+                bare += trips
+    rows = [
+        {
+            "keys": count,
+            "hit": hit,
+            "p50_ms": percentile(spent, 0.5) * 1e3,
+            "p99_ms": percentile(spent, 0.99) * 1e3,
+        }
+        for (count, hit), spent in seconds.items()
+    ]
+    return rows, bare
+
+
+def _lookup(client: Client, handle: SpecHandle, keys: Chain, count: int, hit: bool) -> float:
+    """Seconds until the answer to a lookup of the chain's first `count` keys is there."""
+    hashes = keys.hashes[:count]
+    prints = keys.fingerprints[:count]
+    begin = time.perf_counter()
+    found = client.lookup(handle, hashes, prints)
+    spent = time.perf_counter() - begin
+    if found.leading != (count if hit else 0):
+        raise BenchError(f"lookup: {found.leading} of {count} keys found, hit={hit}")
+    if found.lease is not None:
+        found.lease.release()
+    return spent
+
+
+def _pipelined(client: Client, handle: SpecHandle, chains: list[Chain], count: int) -> float:
+    """Single-key lookups a second, with a window of them on their way."""
+    keys = cycle([one for keys in chains for one in zip(*keys, strict=True)])
+    spec_digest = handle.digest
+    parent = bytes(32)
+
+    def ask() -> Any:
+        key, mark = next(keys)
+        return client.submit(
+            messages.Lookup(
+                spec_digest, int(Kind.PREFIX), (0,), key, mark, 0, 0, parent, 0, 0
+            )
+        )
+
+    begin = time.perf_counter()
+    flying = deque(ask() for _ in range(min(_WINDOW, count)))
+    for number in range(count):
+        answer = flying.popleft().result(30)
+        if answer.leading != 1:
+            raise BenchError("pipelined lookup: a stored key was not found")
+        if number + _WINDOW < count:
+            flying.append(ask())
+    return count / (time.perf_counter() - begin)

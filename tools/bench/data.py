@@ -1,0 +1,281 @@
+"""`kvd-bench data`: stores and loads beside the copy that they can't beat.
+
+The law of this module: limit and product take turns, round by round, over the same bytes and as
+many slots, and each ratio is the median of the rounds' own ratios, so that what slows the machine
+for a while slows both. Every case ends with a check that the bytes came back unaltered.
+
+Modes: `streamed` is how connectors store and load (a batch reserved ahead, commits in flight, all
+acknowledged inside the time; releases not awaited); `awaited` is one request after the other with
+every answer awaited; `verified` is streamed with payload digests: the client gives them with its
+stores and compares them in its loads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvd.chunk import Outcome, payload_digest
+from kvd.client import Client, SpecHandle
+from kvd.tools.bench.daemon import BenchError, Daemon
+from kvd.tools.bench.keys import Chain, chain, spec
+from kvd.tools.bench.layout import LAYOUTS, Layout
+from kvd.tools.bench.measure import GB, MIB, Buffer, Bytes, Sample, median, timed
+from kvd.wire.messages import Selector
+
+
+class Shape(NamedTuple):
+    """What one request carries, and how many bytes a pass moves."""
+
+    chunk_bytes: int
+    chunks: int  # a request
+    pass_bytes: int
+
+
+class Case(NamedTuple):
+    shape: Shape
+    layout: str
+    mode: str
+
+
+_MODES = {"contiguous": ("streamed", "awaited", "verified"), "paged": ("streamed",)}
+_FULL = (Shape(2 * MIB, 16, 512 * MIB), Shape(32 * MIB, 4, 512 * MIB))
+_QUICK = (Shape(2 * MIB, 16, 64 * MIB), Shape(32 * MIB, 4, 128 * MIB))
+_PACE = 1e9  # bytes a second
+_PACED_S = 5.0
+_PACED_QUICK_S = 1.0
+
+
+def run_data(
+    socket: str | None, *, quick: bool = False, rounds: int | None = None
+) -> dict[str, Any]:
+    """All cases and the daemon's CPU, as docs/claims.md cites them."""
+    rounds = rounds or (2 if quick else 7)
+    shapes = _QUICK if quick else _FULL
+    options = ("--arena-size", "1GiB" if quick else "2GiB")
+    paced_s = _PACED_QUICK_S if quick else _PACED_S
+    cases: list[dict[str, Any]] = []
+    with Daemon(socket, *options) as daemon:
+        for shape in shapes:
+            for layout, modes in _MODES.items():
+                cases += _run_layout(daemon, shape, layout, modes, rounds)
+        sealing = _paced_cpu(daemon, shapes[0], paced_s)
+    plain = None
+    if socket is None:
+        with Daemon(None, *options, "--seal", "false") as daemon:
+            plain = _paced_cpu(daemon, shapes[0], paced_s)
+    return {
+        "cases": cases,
+        "daemon_cpu_pct_at_1gbps": plain,
+        "daemon_cpu_pct_sealing": sealing,
+    }
+
+
+def _run_layout(
+    daemon: Daemon, shape: Shape, layout_name: str, modes: tuple[str, ...], rounds: int
+) -> list[dict[str, Any]]:
+    """Every mode over one engine's memory."""
+    count = shape.pass_bytes // shape.chunk_bytes
+    layout = LAYOUTS[layout_name](shape.chunk_bytes, count)
+    limit = Buffer(shape.pass_bytes, shared=layout_name == "contiguous")
+    slots = [
+        limit.array[at * shape.chunk_bytes : (at + 1) * shape.chunk_bytes] for at in range(count)
+    ]
+    try:
+        with Client(daemon.socket, timeout_s=60, name="kvd-bench", prefault=True) as client:
+            handle = client.register(spec(layout_name, shape.chunk_bytes))
+            return [
+                _run_case(daemon, client, handle, Case(shape, layout_name, mode), layout, slots,
+                          rounds)
+                for mode in modes
+            ]
+    finally:
+        slots.clear()
+        limit.close()
+        layout.close()
+
+
+def _run_case(
+    daemon: Daemon,
+    client: Client,
+    handle: SpecHandle,
+    case: Case,
+    layout: Layout,
+    slots: list[Bytes],
+    rounds: int,
+) -> dict[str, Any]:
+    moved = Moves(client, handle, layout, case.shape.chunks)
+    store, load = {
+        "streamed": (moved.store, moved.load),
+        "awaited": (moved.store_awaited, moved.load_awaited),
+        "verified": (moved.store_with_digests, moved.load_verified),
+    }[case.mode]
+
+    def copy_all() -> None:
+        for chunk, slot in enumerate(slots):
+            layout.gather(chunk, slot)
+
+    samples: dict[str, list[Sample]] = {"limit": [], "store": [], "load": []}
+    store_ratios, load_ratios = [], []
+    daemon_cpu = 0.0
+    for number in range(-1, rounds):  # the first round warms up
+        keys = chain(len(slots))
+        layout.wipe()
+        before = daemon.cpu_s()
+        first = timed(copy_all)
+        stored = timed(lambda keys=keys: store(keys))  # type: ignore[misc]
+        second = timed(copy_all)
+        loaded = timed(lambda keys=keys: load(keys))  # type: ignore[misc]
+        spent = daemon.cpu_s() - before
+        if number in (-1, rounds - 1) and not all(map(layout.same, range(len(slots)))):
+            raise BenchError(f"{case.layout} {case.mode}: other bytes came back than were stored")
+        client.evict(Selector(spec=handle.digest))
+        if number < 0:
+            continue
+        samples["limit"] += (first, second)
+        samples["store"].append(stored)
+        samples["load"].append(loaded)
+        store_ratios.append(first.wall_s / stored.wall_s)
+        load_ratios.append(second.wall_s / loaded.wall_s)
+        daemon_cpu += spent
+    size = case.shape.pass_bytes / GB
+    own_cpu = sum(one.cpu_s for name in ("store", "load") for one in samples[name])
+    rate = {name: size / median([one.wall_s for one in many]) for name, many in samples.items()}
+    return {
+        "chunk_bytes": case.shape.chunk_bytes,
+        "chunks": case.shape.chunks,
+        "layout": case.layout,
+        "mode": case.mode,
+        "limit_gbps": rate["limit"],
+        "store_gbps": rate["store"],
+        "load_gbps": rate["load"],
+        "store_ratio": median(store_ratios),
+        "load_ratio": median(load_ratios),
+        "cpu_s_per_gb": (own_cpu + daemon_cpu) / (2 * rounds * size),
+    }
+
+
+class Moves:
+    """The product's ways to move all chunks of a layout."""
+
+    def __init__(
+        self, client: Client, handle: SpecHandle, layout: Layout, batch: int
+    ) -> None:
+        self._client = client
+        self._spec = handle
+        self._layout = layout
+        self._batch = batch
+
+    def fill(self, chunk: int, view: memoryview) -> None:
+        self._layout.gather(chunk, np.frombuffer(view, dtype=np.uint8))
+
+    def take(self, chunk: int, view: memoryview) -> None:
+        self._layout.scatter(chunk, np.frombuffer(view, dtype=np.uint8))
+
+    def store(self, keys: Chain) -> None:
+        _all_ok(
+            self._client.store_chunks(
+                self._spec, keys.hashes, keys.fingerprints, self.fill, batch=self._batch
+            ),
+            "store",
+        )
+
+    def load(self, keys: Chain) -> None:
+        _all_ok(
+            self._client.load_chunks(self._spec, keys.hashes, self.take, batch=self._batch),
+            "load",
+        )
+
+    def load_verified(self, keys: Chain) -> None:
+        _all_ok(
+            self._client.load_chunks(
+                self._spec, keys.hashes, self.take, batch=self._batch, verify=True
+            ),
+            "verified load",
+        )
+
+    def store_awaited(self, keys: Chain) -> None:
+        self._store_each(keys, digests=False)
+
+    def store_with_digests(self, keys: Chain) -> None:
+        self._store_each(keys, digests=True)
+
+    def _store_each(self, keys: Chain, *, digests: bool) -> None:
+        step = self._batch
+        for at in range(0, len(keys.hashes), step):
+            write = self._client.reserve(
+                self._spec,
+                keys.hashes[at : at + step],
+                keys.fingerprints[at : at + step],
+                parent=keys.hashes[at - 1] if at else None,
+                index0=at,
+            )
+            with write:
+                for chunk in range(len(write.outcomes)):
+                    self.fill(at + chunk, write.view(chunk))
+                given = None
+                if digests:
+                    given = [payload_digest(write.view(i)) for i in range(len(write.outcomes))]
+                _all_ok(write.commit(given), "store")
+
+    def load_awaited(self, keys: Chain) -> None:
+        step = self._batch
+        for at in range(0, len(keys.hashes), step):
+            found = self._client.lookup(self._spec, keys.hashes[at : at + step])
+            _all_ok(found.outcomes, "lookup")
+            assert found.lease is not None
+            with found.lease as lease:
+                transfer = lease.load()
+                for chunk in transfer:
+                    self.take(at + chunk, transfer.view(chunk))
+                transfer.check()
+                lease.release(wait=True)
+
+
+def _paced_cpu(daemon: Daemon, shape: Shape, seconds: float) -> float:
+    """Percent of a core that the daemon takes while 1 GB/s is stored in batches."""
+    count = int(seconds * _PACE / shape.chunk_bytes)
+    batch_s = shape.chunks * shape.chunk_bytes / _PACE
+    source = Buffer(shape.chunk_bytes)
+    source.fill(3)
+    try:
+        with Client(daemon.socket, timeout_s=60, name="kvd-bench", prefault=True) as client:
+            handle = client.register(spec("paced", shape.chunk_bytes))
+
+            def store(chunks: int, fill: Callable[[int, memoryview], None]) -> None:
+                keys = chain(chunks)
+                _all_ok(
+                    client.store_chunks(
+                        handle, keys.hashes, keys.fingerprints, fill, batch=shape.chunks
+                    ),
+                    "store",
+                )
+
+            def fill(chunk: int, view: memoryview) -> None:
+                if chunk % shape.chunks == 0:
+                    due = begin + chunk // shape.chunks * batch_s
+                    time.sleep(max(0.0, due - time.perf_counter()))
+                np.copyto(np.frombuffer(view, dtype=np.uint8), source.array)
+
+            begin = time.perf_counter()
+            store(shape.chunks * 2, fill)  # warms up
+            time.sleep(0.2)
+            cpu, begin = daemon.cpu_s(), time.perf_counter()
+            store(count, fill)
+            time.sleep(0.1)  # what is still being sealed counts too
+            spent = daemon.cpu_s() - cpu
+            took = max(count * shape.chunk_bytes / _PACE, time.perf_counter() - begin - 0.1)
+            client.evict(Selector(spec=handle.digest))
+            return 100 * spent / took
+    finally:
+        source.close()
+
+
+def _all_ok(outcomes: Any, what: str) -> None:
+    """A figure of anything but complete success is none."""
+    bad = [Outcome(one).name for one in outcomes if one != Outcome.OK]
+    if bad:
+        raise BenchError(f"{what}: {len(bad)} of {len(outcomes)} chunks ended as {bad[0]}")

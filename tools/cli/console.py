@@ -1,0 +1,117 @@
+"""Where output goes: a table for a person, one JSON object for a program.
+
+The law of this module: standard output carries the answer and nothing else; questions, hints and
+errors go to standard error. Nothing that is printed can fail for its characters: what the
+terminal's encoding lacks is escaped, and without UTF-8 all drawing is ASCII.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvd.tools.cli.units import clean
+
+SCHEMA = 1
+_PIPE_WIDTH = 200
+
+
+def tolerant(stream: TextIO | None) -> None:
+    """Make a standard stream escape what its encoding can't say, instead of raising."""
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
+
+
+class Output:
+    """The answer of one command, as text or as JSON."""
+
+    def __init__(self, command: str, *, as_json: bool) -> None:
+        self.command = command
+        self.as_json = as_json
+        self.console = make_console(sys.stdout)
+        self.side = make_console(sys.stderr)
+
+    @property
+    def ascii_only(self) -> bool:
+        return is_ascii(self.console)
+
+    def json(self, **fields: Any) -> None:
+        """Write the one JSON object of this command (ASCII, so any terminal or pipe takes it)."""
+        document = {"schema": SCHEMA, "command": self.command, **fields}
+        sys.stdout.write(json.dumps(document, indent=2, default=_plain) + "\n")
+
+    def show(self, *parts: RenderableType) -> None:
+        for part in parts:
+            self.console.print(part)
+
+    def say(self, text: str, style: str = "") -> None:
+        """One plain line on standard output."""
+        self.console.print(Text(text, style=style), soft_wrap=True)
+
+    def note(self, text: str, style: str = "") -> None:
+        """One plain line on standard error."""
+        self.side.print(Text(text, style=style), soft_wrap=True)
+
+    def table(self, title: str, *columns: str) -> Table:
+        """An empty table; a column that starts with '>' is right-aligned."""
+        table = Table(
+            title=Text(title) if title else None,
+            title_justify="left",
+            title_style="bold",
+            header_style="bold",
+            box=box.ASCII2 if self.ascii_only else box.ROUNDED,
+        )
+        for column in columns:
+            right = column.startswith(">")
+            table.add_column(
+                column.removeprefix(">"),
+                justify="right" if right else "left",
+                no_wrap=right,
+                overflow="fold",
+            )
+        return table
+
+    def bar(self, used: float, limit: float, width: int = 24) -> Text:
+        """A bar that fills with use; red near its limit."""
+        share = min(max(used / limit, 0.0), 1.0) if limit > 0 else 0.0
+        full, empty = ("#", ".") if self.ascii_only else ("█", "░")
+        filled = min(width, max(round(share * width), 1 if used > 0 else 0))
+        colour = "red" if share >= 0.97 else "yellow" if share >= 0.85 else "green"
+        return Text.assemble((full * filled, colour), (empty * (width - filled), "dim"))
+
+
+def make_console(stream: TextIO) -> Console:
+    """A console that neither guesses markup in data nor folds tables that go into a pipe."""
+    options: dict[str, Any] = {}
+    if not stream.isatty() and "COLUMNS" not in os.environ:
+        options["width"] = _PIPE_WIDTH
+    return Console(
+        file=stream, markup=False, highlight=False, emoji=False, legacy_windows=False, **options
+    )
+
+
+def is_ascii(console: Console) -> bool:
+    return not console.encoding.lower().replace("_", "-").startswith("utf")
+
+
+def cell(value: object, style: str = "") -> Text:
+    """A table cell with a value from outside, made safe."""
+    return Text(clean(value), style=style)
+
+
+def _plain(value: object) -> Any:
+    """bytes as hex, everything else as its text: JSON output never fails on a value."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value).hex()
+    if isinstance(value, set | frozenset | tuple):
+        return list(value)
+    return str(value)
+

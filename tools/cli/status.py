@@ -1,0 +1,333 @@
+"""`kvd-cli status`: one screen from which an operator understands the daemon.
+
+The law of this module: every number is the daemon's own. What is not known to this version is
+shown under its own name rather than left out; what is zero and means "all is well" is left out of
+the table, never of JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvd.tools.cli.console import Output, cell
+from kvd.tools.cli.options import connection, link_from, output_from
+from kvd.tools.cli.units import clean, format_bytes, format_count, format_duration
+
+Counter = int | float | Mapping[str, int | float]
+
+
+@click.command()
+@connection
+@click.pass_context
+def status(ctx: click.Context, socket: str | None, timeout: float | None, as_json: bool) -> None:
+    """Show how the daemon is: tiers, hits, sessions, leases, evictions, errors, the loop.
+
+    \b
+    Examples:
+      kvd-cli status
+      kvd-cli status --socket /run/kvd/kvd.sock
+      kvd-cli status --json | jq '.tiers[] | {name, used_bytes, limit_bytes}'
+      watch kvd-cli status
+    """
+    output = output_from(ctx, as_json)
+    with link_from(ctx, socket, timeout) as link:
+        info = link.info()
+        stat = link.stat()
+    stat.setdefault("version", info.version)
+    stat.setdefault("instance", info.instance)
+    if output.as_json:
+        output.json(socket=link.socket, admin=info.admin, **stat)
+        return
+    for part in render(output, stat, link.socket, info.admin):
+        output.show(part)
+
+
+def render(
+    output: Output, stat: Mapping[str, Any], socket: str, admin: bool
+) -> list[RenderableType]:
+    """The parts of the screen, from the answer to a stat."""
+    book = Book(stat)
+    parts = [_head(stat, socket, admin), _tiers(output, stat), _facts(output, book)]
+    if (unknown := book.unread()) is not None:
+        parts.append(unknown)
+    return parts
+
+
+class Book:
+    """The counters and gauges of a stat, and which of them have been shown."""
+
+    def __init__(self, stat: Mapping[str, Any]) -> None:
+        self.stat = stat
+        self._counters: dict[str, Counter] = {**stat.get("gauges", {}), **stat.get("counters", {})}
+        self._read: set[str] = set()
+
+    def get(self, name: str) -> Counter:
+        self._read.add(name)
+        return self._counters.get(name, 0)
+
+    def total(self, *names: str) -> float:
+        """The sum of these counters over all their labels."""
+        return sum(total(self.get(name)) for name in names)
+
+    def count(self, *names: str) -> str:
+        return format_count(self.total(*names))
+
+    def size(self, name: str) -> str:
+        return format_bytes(self.total(name))
+
+    def reasons(self, name: str, *besides: str) -> str:
+        """Labels that occurred, without those named."""
+        counter = self.get(name)
+        if isinstance(counter, Mapping):
+            counter = {label: n for label, n in counter.items() if label not in besides}
+        return reasons(counter)
+
+    def unread(self) -> Text | None:
+        """What a newer daemon counts and this version has no line for."""
+        rest = sorted(set(self._counters) - self._read)
+        said = [
+            f"{clean(name)} {format_count(total(self._counters[name]))}"
+            for name in rest
+            if total(self._counters[name])
+        ]
+        return Text("also counted: " + ", ".join(said), style="dim") if said else None
+
+
+def total(counter: Counter) -> float:
+    """A counter, or the sum over its reasons."""
+    return sum(counter.values()) if isinstance(counter, Mapping) else counter
+
+
+def reasons(counter: Counter) -> str:
+    """'12 no_space, 3 leased': the reasons that occurred, the most frequent first."""
+    if not isinstance(counter, Mapping):
+        return ""
+    named = sorted(((count, name) for name, count in counter.items() if count), reverse=True)
+    return ", ".join(f"{format_count(count)} {clean(name)}" for count, name in named)
+
+
+def _head(stat: Mapping[str, Any], socket: str, admin: bool) -> Text:
+    role = " (admin)" if admin else ""
+    return Text.assemble(
+        ("kvd ", "bold"),
+        (clean(stat.get("version", "?")), "bold"),
+        f"  instance {clean(stat.get('instance', '?'))}",
+        f"  up {format_duration(stat.get('uptime_s'))}",
+        (f"  epoch {stat.get('epoch', '?')}", "dim"),
+        f"\nnamespace {clean(stat.get('namespace', '?'))}{role}",
+        (f"  socket {clean(socket)}", "dim"),
+    )
+
+
+def _tiers(output: Output, stat: Mapping[str, Any]) -> Table:
+    table = output.table("tiers", "tier", "state", "used", ">", ">of", ">chunks", ">leased",
+                         ">writing", ">condemned", ">free slabs")  # fmt: skip
+    for tier in stat.get("tiers", []):
+        limit = tier.get("limit_bytes", 0)
+        # what a slot takes, not what is in it, is what can't be used for something else
+        used = tier.get("slot_bytes") or tier.get("used_bytes", 0)
+        reserved = tier.get("reserved_bytes", limit)
+        growing = reserved < limit
+        state = f"growing ({format_bytes(reserved)})" if growing else tier.get("state", "?")
+        condemned = tier.get("condemned_bytes", 0)
+        table.add_row(
+            cell(tier.get("name", "?"), "bold"),
+            cell(state, "green" if state in ("ok", "ready") else "yellow"),
+            output.bar(used, limit),
+            cell(format_bytes(used)),
+            cell(format_bytes(limit)),
+            cell(format_count(tier.get("chunks", 0))),
+            cell(format_count(tier.get("leased_chunks", 0))),
+            cell(format_bytes(tier.get("writing_bytes", 0))),
+            cell(format_bytes(condemned), "yellow" if condemned else ""),
+            cell(format_count(tier.get("slabs_free", 0))),
+        )
+    return table
+
+
+def _facts(output: Output, book: Book) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in (
+        ("lookups", _lookups(book)),
+        ("hits", _hits(output, book)),
+        ("misses", Text(book.reasons("chunks_missed") or "none")),
+        ("loads", _loads(book)),
+        ("stores", _stores(book)),
+        ("evictions", _evictions(book)),
+        ("leases", _leases(book)),
+        ("writes", _writes(book)),
+        ("sessions", _sessions(book)),
+        ("integrity", _integrity(book)),
+        ("restart", _restart(book)),
+        ("slabs", _slabs(book)),
+        ("requests", _requests(book)),
+        ("errors", _errors(book)),
+        ("loop", _loop(book.stat.get("loop", {}))),
+    ):
+        if value:
+            grid.add_row(Text(name), value)
+    return grid
+
+
+def _join(*parts: str) -> Text:
+    return Text("; ".join(part for part in parts if part))
+
+
+def _said(label: str, text: str) -> str:
+    """'label: text', or nothing for no text."""
+    return f"{label}: {text}" if text else ""
+
+
+def _lookups(book: Book) -> Text:
+    return Text(f"{book.count('lookups')} requests for {book.count('chunks_asked')} chunks")
+
+
+def _hits(output: Output, book: Book) -> Text:
+    asked, hit = book.total("chunks_asked"), book.total("chunks_hit")
+    if not asked:
+        return Text("nothing asked yet", style="dim")
+    bar = output.bar(hit, asked)
+    bar.stylize("green")
+    return Text.assemble(bar, f" {100 * hit / asked:.1f} %, {format_count(hit)} chunks")
+
+
+def _loads(book: Book) -> Text:
+    return _join(
+        f"{book.count('chunks_delivered')} chunks, {book.size('bytes_loaded')}",
+        _said("failed", _nonzero(book.total("chunks_failed"))),
+        _said("shards", book.reasons("shards_loaded", "ok")),
+    )
+
+
+def _stores(book: Book) -> Text:
+    return _join(
+        f"{book.count('chunks_stored')} chunks, {book.size('bytes_stored')}",
+        _said("not granted", book.reasons("shards_reserved", "granted")),
+        _said("not committed", book.reasons("shards_committed", "ok")),
+        _said("given back", _nonzero(book.total("shards_aborted"))),
+    )
+
+
+def _evictions(book: Book) -> Text:
+    return _join(
+        f"{book.count('chunks_evicted')} chunks, {book.size('bytes_evicted')}",
+        book.reasons("chunks_evicted"),
+    )
+
+
+def _leases(book: Book) -> Text:
+    return _join(
+        f"{book.count('active_leases')} on {book.count('leased_chunks')} chunks",
+        f"{book.count('leases_given')} given",
+        _said("ended", book.reasons("leases_ended")),
+    )
+
+
+def _writes(book: Book) -> Text:
+    condemned = book.total("condemned_bytes")
+    held = book.total("held_bytes")
+    text = _join(
+        f"{book.count('active_writes')} unfinished, {book.size('writing_bytes')}",
+        f"condemned {format_bytes(condemned)}" if condemned else "none condemned now",
+        f"held for earlier readers {format_bytes(held)}" if held else "",
+        _said("condemned so far", book.reasons("slots_condemned")),
+        _said("reclaimed", book.reasons("slots_reclaimed")),
+    )
+    text.stylize("yellow" if condemned else "")
+    return text
+
+
+def _sessions(book: Book) -> Text:
+    told = book.stat.get("sessions", 0)
+    now = len(told) if isinstance(told, list | dict) else int(told)
+    closed = book.total("sessions_closed")
+    return _join(
+        f"{format_count(now)} open",
+        f"{book.count('sessions_opened')} opened so far",
+        _said(f"{format_count(closed)} closed", book.reasons("sessions_closed"))
+        or (f"{format_count(closed)} closed" if closed else ""),
+    )
+
+
+def _integrity(book: Book) -> Text:
+    return _join(
+        f"{book.count('shards_sealed')} shards sealed",
+        _said("verified after a restart", book.reasons("shards_verified")),
+        _said("failed seals", _nonzero(book.total("seals_failed"))),
+    )
+
+
+def _restart(book: Book) -> Text | None:
+    adopted, rejected = book.reasons("records_adopted"), book.reasons("records_rejected")
+    if not adopted and not rejected:
+        return None
+    return _join(_said("adopted", adopted), _said("not taken over", rejected))
+
+
+def _slabs(book: Book) -> Text | None:
+    if not book.total("slabs_assigned", "slab_changes", "slots_moved"):
+        return None
+    return _join(
+        f"{book.count('slabs_assigned')} given to a size class",
+        _said("changed class", book.reasons("slab_changes")),
+        _said("slots moved", book.reasons("slots_moved")),
+    )
+
+
+def _requests(book: Book) -> Text:
+    return _join(
+        f"{book.count('requests')} carried out",
+        f"{book.count('replies')} answered",
+        _said("answered once more", _nonzero(book.total("replayed"))),
+    )
+
+
+def _errors(book: Book) -> Text:
+    text = _join(
+        *(
+            _said(label, book.reasons(name) or _nonzero(book.total(name)))
+            for label, name in (
+                ("refused", "requests_refused"),
+                ("refused at the door", "refused"),
+                ("malformed", "malformed"),
+                ("expired before they were read", "requests_expired"),
+                ("not sent", "send_failed"),
+                ("same hash, other identity", "key_mismatches"),
+                ("policy", "policy_errors"),
+                ("faults of the daemon", "faults"),
+            )
+        )
+    )
+    if not text:
+        return Text("none", style="green")
+    text.stylize("red" if book.total("faults", "policy_errors") else "yellow")
+    return text
+
+
+def _loop(loop: Mapping[str, Any]) -> Text | None:
+    """The loop's own figures, whatever they are: `_s`, `_ms` and `_bytes` names with units."""
+    if not loop:
+        return None
+    return _join(*(f"{clean(name.rpartition('_')[0] or name).replace('_', ' ')} "
+                   f"{_with_unit(name, value)}" for name, value in loop.items()))
+
+
+def _with_unit(name: str, value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        for ending, scale in (("_ns", 1e-9), ("_us", 1e-6), ("_ms", 1e-3), ("_s", 1.0)):
+            if name.endswith(ending):
+                return format_duration(value * scale)
+        return format_bytes(value) if name.endswith("_bytes") else format_count(value)
+    return clean(value)
+
+
+def _nonzero(count: float) -> str:
+    return format_count(count) if count else ""
