@@ -1,0 +1,135 @@
+"""From an arena to a core: what an earlier life left behind is taken over.
+
+The law of this module: a record is believed only when it holds and its spec and namespace are known
+by name; what can't be believed is free again. Sessions of the earlier life whose lock is still held
+may still be copying: their slots stay out of use until the lock is free.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvd.arena import ArenaOwner
+from kvd.chunk import KVSpec
+from kvd.core import Core, CoreConfig
+from kvd.errors import SpecError
+from kvd.eviction import make_policy
+from kvd.server.config import Config
+
+__all__ = ["Opened", "SpecRegistry", "open_core"]
+
+log = logging.getLogger(__name__)
+
+NS = 1_000_000_000
+POLICY = "lru"
+
+
+class SpecRegistry:
+    """Names and encoded specs as they stand in the table file, so that a later life knows them."""
+
+    def __init__(self, arena: ArenaOwner, namespaces: Sequence[str], specs: Sequence[KVSpec]):
+        self._arena = arena
+        self._namespaces = list(dict.fromkeys(namespaces))
+        self._specs = {spec.digest: spec.encode() for spec in specs}
+        self._store()
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def add(self, spec: KVSpec) -> None:
+        """Keep a spec, before its client is told that it is registered. ArenaError."""
+        if spec.digest not in self._specs:
+            self._specs[spec.digest] = spec.encode()
+            self._store()
+
+    def _store(self) -> None:
+        dropped = self._arena.registry_store(self._namespaces, list(self._specs.values()))
+        if dropped:
+            log.warning(
+                "registry of specs is full: %d of the oldest will not be adopted by a restart",
+                dropped,
+            )
+
+
+class Opened(NamedTuple):
+    core: Core
+    actions: list[Any]  # to be carried out before anything else
+    registry: SpecRegistry
+    locked: list[bytes]  # public ids of earlier sessions that still hold their lock
+    records: int  # that held
+    invalid: int  # that did not
+    took_s: float
+
+
+def core_config(config: Config, arena: ArenaOwner) -> CoreConfig:
+    return CoreConfig(
+        instance=config.instance,
+        epoch=arena.epoch,
+        size=arena.size,
+        slab_size=arena.slab_size,
+        arena=0,
+        unix_offset_ns=time.time_ns() - time.monotonic_ns(),
+        lease_default_ns=int(config.lease_s * NS),
+        lease_max_ns=int(config.lease_max_s * NS),
+        ttl_default_ns=int(config.write_s * NS),
+        ttl_max_ns=int(config.write_max_s * NS),
+        max_specs=config.max_specs,
+        write_share=config.write_share,
+        lease_share=config.lease_share,
+    )
+
+
+def open_core(config: Config, arena: ArenaOwner, namespaces: Sequence[str]) -> Opened:
+    """A core over the arena, with what was adopted in it."""
+    begun = time.monotonic()
+    core = Core(core_config(config, arena), lambda: make_policy(POLICY))
+    core.grow(arena.reserved)
+    if not arena.adopted:
+        return Opened(core, [], SpecRegistry(arena, namespaces, []), [], 0, 0, 0.0)
+    stored = arena.registry_load()
+    names = list(dict.fromkeys([*namespaces, *stored.namespaces]))
+    specs = _decoded(stored.specs)
+    locked = arena.session_locks()
+    scan = arena.scan()
+    actions = core.adopt(
+        arena.slot_sizes(),
+        scan.records,
+        scan.indices,
+        names,
+        specs,
+        locked,
+        arena.lease_horizon,
+        time.monotonic_ns(),
+    )
+    used = {bytes(digest) for digest in set(scan.records["spec"].tolist())}
+    registry = SpecRegistry(arena, names, [spec for spec in specs if spec.digest in used])
+    opened = Opened(
+        core,
+        actions,
+        registry,
+        locked,
+        len(scan.records),
+        len(scan.invalid),
+        time.monotonic() - begun,
+    )
+    log.info(
+        "adopted the arena in %.2f s: %d records hold, %d do not, %d sessions may still write",
+        opened.took_s,
+        opened.records,
+        opened.invalid,
+        len(locked),
+    )
+    return opened
+
+
+def _decoded(specs: Sequence[bytes]) -> list[KVSpec]:
+    found = []
+    for encoded in specs:
+        try:
+            found.append(KVSpec.decode(encoded))
+        except SpecError as error:
+            log.warning("a spec in the registry does not hold; its chunks go: %s", error)
+    return found

@@ -1,0 +1,145 @@
+"""Carries out what the core wants: replies, records, work for the threads.
+
+The law of this module: actions are carried out in the order given, and the core is never entered
+while a list of its actions is under way; an event that comes up meanwhile waits its turn. So what a
+reply tells is already true in shared memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvd.chunk import payload_digest
+from kvd.core import actions as ac
+from kvd.core import events as ev
+from kvd.server.transfers import Job, Transfers
+
+if TYPE_CHECKING:
+    from kvd.arena import ArenaOwner
+    from kvd.core import Core
+
+__all__ = ["Carrier"]
+
+log = logging.getLogger(__name__)
+
+
+class Carrier:
+    """Owns the core. `feed` is the only way to it."""
+
+    def __init__(self, core: Core, arena: ArenaOwner, transfers: Transfers, *, seal: bool) -> None:
+        self.core = core
+        self._arena = arena
+        self._transfers = transfers
+        self._seal = seal
+        self._waiting: deque[Any] = deque()
+        self._busy = False
+        self._carry: dict[type, Callable[[Any], None]] = {
+            ac.Reply: self._reply,
+            ac.Fail: self._fail,
+            ac.WriteRecord: self._write_record,
+            ac.PatchRecord: self._patch_record,
+            ac.AssignSlab: self._assign_slab,
+            ac.LeaseHorizon: self._lease_horizon,
+            ac.Seal: self._start_seal,
+            ac.Verify: self._start_verify,
+            ac.Copy: self._start_copy,
+        }
+
+    def feed(self, event: Any) -> None:
+        """Give the core an event and carry out what it wants, now or after what is under way."""
+        if self._busy:
+            self._waiting.append(event)
+            return
+        self._busy = True
+        try:
+            self.run(self.core.handle(event, time.monotonic_ns()))
+            while self._waiting:
+                self.run(self.core.handle(self._waiting.popleft(), time.monotonic_ns()))
+        finally:
+            self._busy = False
+
+    def run(self, actions: Sequence[Any]) -> None:
+        """Carry out a list of actions. One that fails is logged; the ones after it still go."""
+        for action in actions:
+            try:
+                self._carry[type(action)](action)
+            except Exception:  # a reply that can't be made must not undo the next one's record
+                log.exception("action failed: %s", type(action).__name__)
+
+    # -- replies --------------------------------------------------------------------------------
+
+    def _reply(self, action: ac.Reply) -> None:
+        action.request.result(action.result)  # type: ignore[attr-defined]
+
+    def _fail(self, action: ac.Fail) -> None:
+        action.request.fail(action.code, action.message)  # type: ignore[attr-defined]
+
+    # -- records --------------------------------------------------------------------------------
+
+    def _write_record(self, action: ac.WriteRecord) -> None:
+        self._arena.write_record(action.record, action.header)
+
+    def _patch_record(self, action: ac.PatchRecord) -> None:
+        self._arena.patch_record(
+            action.record,
+            state=action.state,
+            generation=action.generation,
+            flags=action.flags,
+            digest=action.digest,
+        )
+
+    def _assign_slab(self, action: ac.AssignSlab) -> None:
+        self._arena.assign_slab(action.slab, action.slot_size)
+
+    def _lease_horizon(self, action: ac.LeaseHorizon) -> None:
+        self._arena.lease_horizon = action.until
+
+    # -- work for the threads -------------------------------------------------------------------
+
+    def _start_seal(self, action: ac.Seal) -> None:
+        if not self._seal:
+            return
+        view = self._arena.view[action.offset : action.offset + action.length]
+
+        def done(digest: bytes | None) -> None:
+            if digest is not None:
+                self.feed(ev.Sealed(action.record, action.generation, digest))
+
+        self._transfers.submit(
+            Job(
+                f"seal record {action.record}",
+                lambda: payload_digest(view),
+                done,
+                background=True,
+            )
+        )
+
+    def _start_verify(self, action: ac.Verify) -> None:
+        view = self._arena.view[action.offset : action.offset + action.length]
+        self._transfers.submit(
+            Job(
+                f"verify record {action.record}",
+                lambda: payload_digest(view) == action.digest,
+                lambda ok: self.feed(ev.Verified(action.record, action.generation, bool(ok))),
+            )
+        )
+
+    def _start_copy(self, action: ac.Copy) -> None:
+        source = self._arena.view[action.source : action.source + action.length]
+        target = self._arena.view[action.target : action.target + action.length]
+
+        def run() -> bool:
+            target[:] = source
+            return True
+
+        self._transfers.submit(
+            Job(
+                f"copy {action.copy}",
+                run,
+                lambda ok: self.feed(ev.Copied(action.copy, bool(ok))),
+            )
+        )

@@ -1,0 +1,285 @@
+"""The configuration: read once, checked whole, never changed while the daemon runs.
+
+The law of this module: a name that is not in the table of settings stops the start with the nearest
+right name; a value that can't be used stops it with the setting, where the value came from, and
+the way out. Reading order: flag, then environment, then file, then default; the origin of each
+value is kept and shown by `kvd --check`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import grp
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvd.errors import ConfigError
+from kvd.server.settings import SETTINGS, NamespaceRule, Setting, find_setting
+from kvd.server.sizes import format_size
+from kvd.wire.paths import default_socket
+
+__all__ = ["Config", "load_config", "resolved_toml"]
+
+# Variables that belong to clients and tools; the daemon lets them stand in its environment.
+CLIENT_ENV = frozenset({"KVD_TOKEN_FILE"})
+CONFIG_ENV = "KVD_CONFIG"  # the file to read when there is no --config
+
+# What people of other systems call a setting, for the hint when no name is near.
+_OTHER_WORDS = {
+    "arena.size": ("dram", "mem", "ram", "capacity", "pool", "gb", "max_size", "cpu_size"),
+    "arena.path": ("shm", "directory"),
+    "daemon.socket": ("ipc", "listen", "bind", "address", "host", "port", "url"),
+    "daemon.log_level": ("verbos", "debug"),
+    "limits.sessions": ("client", "connection"),
+    "namespaces": ("tenant", "user"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What the daemon runs with. Sizes in bytes, times in seconds (fields named `_s`)."""
+
+    socket: str
+    instance: str
+    log_level: str
+    drain_s: float
+    workers: int
+    stuck_s: float
+    seal: bool
+    gc_freeze: bool
+    arena_path: str
+    arena_size: int
+    slab_size: int | None
+    max_sessions: int
+    max_specs: int
+    max_inflight: int
+    lease_s: float
+    lease_max_s: float
+    write_s: float
+    write_max_s: float
+    write_share: float
+    lease_share: float
+    namespaces: tuple[NamespaceRule, ...]
+    admin_uids: tuple[int, ...]
+    admin_group: str
+    tcp_endpoint: str | None
+    tcp_secret_key_file: str | None
+    tcp_clients_file: str | None
+    tcp_heartbeat_s: float
+    origins: Mapping[str, str] = field(default_factory=dict)  # dotted name -> where from
+
+    @property
+    def arena_base(self) -> str:
+        """Path of the arena's files without their endings."""
+        return os.path.join(self.arena_path, f"kvd-{os.getuid()}-{self.instance}")
+
+    @property
+    def admin_gid(self) -> int | None:
+        return _group_id(self.admin_group)
+
+
+def load_config(
+    *,
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+    file: str | None = None,
+) -> Config:
+    """The configuration from flags (dotted name -> text), environment and TOML file.
+
+    ConfigError with one line if anything in it can't be used.
+    """
+    environ = os.environ if environ is None else environ
+    raw: dict[str, object] = {}
+    origins: dict[str, str] = {}
+
+    def take(source: Iterator[tuple[Setting, object, str]]) -> None:
+        for setting, value, origin in source:
+            raw[setting.name] = value
+            origins[setting.name] = origin
+
+    take((setting, setting.default, "default") for setting in SETTINGS)
+    file = file or environ.get(CONFIG_ENV) or None
+    if file is not None:
+        take(_from_file(file))
+    take(_from_environment(environ))
+    for name, value in (flags or {}).items():
+        setting = find_setting(name)
+        assert setting is not None, name
+        take(iter([(setting, value, f"flag {setting.flag}")]))
+
+    values: dict[str, Any] = {}
+    for setting in SETTINGS:
+        try:
+            values[setting.field] = setting.parse(raw[setting.name])
+        except ValueError as refused:
+            raise _refusal(setting, raw[setting.name], origins[setting.name], refused) from None
+    if values["socket"] is None:
+        values["socket"] = default_socket()
+    config = Config(**values, origins=origins)
+    _check_together(config)
+    return config
+
+
+def _refusal(setting: Setting, value: object, origin: str, why: object) -> ConfigError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return ConfigError(f"{setting.name} = {shown} ({origin}): {why}")
+
+
+def _check_together(config: Config) -> None:
+    def refuse(name: str, why: str) -> ConfigError:
+        setting = find_setting(name)
+        assert setting is not None, name
+        return _refusal(setting, getattr(config, setting.field), config.origins[name], why)
+
+    if config.lease_s > config.lease_max_s:
+        raise refuse("limits.lease_s", f"longer than limits.lease_max_s = {config.lease_max_s:g}")
+    if config.write_s > config.write_max_s:
+        raise refuse("limits.write_s", f"longer than limits.write_max_s = {config.write_max_s:g}")
+    if config.slab_size is not None and config.slab_size > config.arena_size // 16:
+        most = config.arena_size // 16
+        raise refuse(
+            "arena.slab_size",
+            f"more than 1/16 of arena.size, {most} bytes; lower it or raise arena.size",
+        )
+    if config.admin_group and _group_id(config.admin_group) is None:
+        raise refuse("admin.group", "no such group; give the name or number of one that exists")
+    if config.tcp_endpoint is not None:
+        for name, value in (
+            ("tcp.secret_key_file", config.tcp_secret_key_file),
+            ("tcp.clients_file", config.tcp_clients_file),
+        ):
+            if value is None:
+                raise refuse(name, "needed with tcp.endpoint: TCP is served with CURVE only")
+
+
+def _group_id(group: str) -> int | None:
+    if not group:
+        return None
+    try:
+        return int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
+    except (KeyError, OverflowError):
+        return None
+
+
+# -- sources ------------------------------------------------------------------------------------
+
+
+def _from_file(file: str) -> Iterator[tuple[Setting, object, str]]:
+    try:
+        with open(file, "rb") as stream:
+            document = tomllib.load(stream)
+    except OSError as error:
+        raise ConfigError(f"config file {file}: {error.strerror}; give another --config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"config file {file}: not valid TOML: {error}") from None
+    origin = f"file {file}"
+    sections = {setting.section for setting in SETTINGS}
+    for section, content in document.items():
+        whole = find_setting(section)
+        if whole is not None:
+            yield whole, content, origin
+            continue
+        if not isinstance(content, dict):
+            raise _unknown(section, f"config file {file}")
+        if section not in sections:
+            near = _nearest(section, [name for name in sections])
+            hint = f"; the nearest section is [{near}]" if near else ""
+            raise ConfigError(f"config file {file}: unknown section [{section}]{hint}")
+        for key, value in content.items():
+            setting = find_setting(f"{section}.{key}")
+            if setting is None:
+                raise _unknown(f"{section}.{key}", f"config file {file}")
+            yield setting, value, origin
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Setting, object, str]]:
+    known = {setting.env: setting for setting in SETTINGS}
+    for name in sorted(environ):
+        if not name.startswith("KVD_") or name in CLIENT_ENV or name == CONFIG_ENV:
+            continue
+        if name not in known:
+            dotted = name.removeprefix("KVD_").lower()
+            near = _nearest(name, list(known)) or _by_other_words(dotted, lambda s: s.env)
+            hint = f"; the nearest is {near}" if near else ""
+            raise ConfigError(f"environment: unknown variable {name}{hint}; unset or rename it")
+        yield known[name], environ[name], f"env {name}"
+
+
+def _unknown(name: str, where: str) -> ConfigError:
+    names = [setting.name for setting in SETTINGS]
+    key = name.rpartition(".")[2]
+    same_key = [known for known in names if known.rpartition(".")[2] == key]
+    near = (
+        (same_key[0] if same_key else None)
+        or _nearest(name, names)
+        or _by_other_words(key.lower(), lambda setting: setting.name)
+    )
+    hint = f"; the nearest is {near}" if near else "; `kvd --help` lists all settings"
+    return ConfigError(f"{where}: unknown key {name}{hint}")
+
+
+def nearest_flag(flag: str) -> str | None:
+    """The flag that was probably meant."""
+    word = flag.lstrip("-").replace("-", "_").lower()
+    return _nearest(flag, [setting.flag for setting in SETTINGS]) or _by_other_words(
+        word, lambda setting: setting.flag
+    )
+
+
+def _nearest(name: str, names: list[str]) -> str | None:
+    found = difflib.get_close_matches(name, names, 1, 0.75)
+    return found[0] if found else None
+
+
+def _by_other_words(word: str, form: Any) -> str | None:
+    for name, others in _OTHER_WORDS.items():
+        setting = find_setting(name)
+        if setting is not None and any(other in word for other in others):
+            return str(form(setting))
+    return None
+
+
+# -- shown --------------------------------------------------------------------------------------
+
+
+def resolved_toml(config: Config) -> str:
+    """The whole configuration as a kvd.toml that would give it again, each origin beside it."""
+    lines: list[str] = []
+    section = None
+    for setting in SETTINGS:
+        if not setting.key:
+            continue
+        if setting.section != section:
+            section = setting.section
+            lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+        value = getattr(config, setting.field)
+        origin = config.origins.get(setting.name, "default")
+        note = f"{format_size(value)}, {origin}" if setting.metavar == "SIZE" and value else origin
+        if value is None:
+            value = "auto" if setting.default == "auto" else ""
+        lines.append(f"{setting.key} = {_toml_value(value)}  # {note}")
+    for rule in config.namespaces:
+        lines += ["", f"[[namespaces]]  # {config.origins.get('namespaces', 'default')}"]
+        for name, value in rule._asdict().items():
+            if value not in (None, ()):
+                lines.append(f"{name} = {_toml_value(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return str(int(value)) if value == int(value) else repr(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    # a TOML basic string has JSON's escapes, except for surrogate pairs and DEL
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+assert {setting.field for setting in SETTINGS} == {f.name for f in fields(Config)} - {"origins"}

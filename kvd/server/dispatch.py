@@ -1,0 +1,316 @@
+"""The way in: from the frames of a message to an event of the core.
+
+The law of this module: whatever comes, the loop goes on. A message is taken as a request only
+when its header, its session and its payload sizes hold; it is taken at most once; and a request
+whose deadline has passed has no effect. Each refusal is a typed error and is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import zmq
+
+from kvd.chunk import KVSpec
+from kvd.core import events as ev
+from kvd.errors import (
+    DeadlineExceeded,
+    ErrorCode,
+    KvdError,
+    LimitExceeded,
+    ProtocolError,
+    StaleEpoch,
+    UnknownSession,
+    VersionError,
+)
+from kvd.server.counters import Counters
+from kvd.server.inline import Inline
+from kvd.server.replies import Seen
+from kvd.server.requests import Request
+from kvd.server.respond import REPEATABLE, Responder
+from kvd.server.sessions import Route, Session, Sessions
+from kvd.wire import (
+    NO_SESSION,
+    Frame,
+    FrameFlag,
+    Limits,
+    Op,
+    address_of,
+    check_payload,
+    decode_frame,
+)
+from kvd.wire import messages as m
+
+__all__ = ["DispatchHost", "Dispatcher", "Message", "receive"]
+
+log = logging.getLogger(__name__)
+
+NS_PER_MS = 1_000_000
+BATCH = 256  # messages of one socket in one turn of the loop
+BATCH_NS = 4_000_000
+MAX_FRAMES_KEPT = 4097  # of one message; more are read and thrown away
+
+
+class Message:
+    """One message as it came: `first` is frame 0, None if there was none."""
+
+    __slots__ = ("first", "identity", "payload", "source", "too_many", "user")
+
+    def __init__(self, identity: bytes) -> None:
+        self.identity = identity
+        self.first: bytes | None = None
+        self.payload: list[zmq.Frame] = []
+        self.too_many = False
+        self.user = ""  # tcp: who CURVE says it is
+        self.source = -1  # tcp: the connection's descriptor inside libzmq
+
+
+def receive(socket: zmq.Socket[bytes], *, tcp: bool) -> Message:
+    """The next message of a ROUTER; zmq.Again if there is none. Small frames are copied out."""
+    message = Message(socket.recv(zmq.DONTWAIT))
+    if not socket.getsockopt(zmq.RCVMORE):
+        return message
+    if tcp:
+        frame = socket.recv(zmq.DONTWAIT, copy=False)
+        message.user = _property(frame, "User-Id")
+        message.source = int(frame.get(zmq.SRCFD))
+        message.first = frame.bytes
+    else:
+        message.first = socket.recv(zmq.DONTWAIT)
+    while socket.getsockopt(zmq.RCVMORE):
+        frame = socket.recv(zmq.DONTWAIT, copy=False)
+        if len(message.payload) < MAX_FRAMES_KEPT:
+            message.payload.append(frame)
+        else:
+            message.too_many = True
+    return message
+
+
+def _property(frame: zmq.Frame, name: str) -> str:
+    try:
+        return str(frame.get(name))
+    except zmq.ZMQError:  # not set
+        return ""
+
+
+class DispatchHost(Protocol):
+    """What the server does for the dispatcher."""
+
+    def feed(self, event: Any) -> None:
+        """Give the core an event, and carry out what it wants."""
+
+    def hello(self, request: Request, message: m.Hello) -> None: ...
+
+    def hello_tcp(self, route: Route, source: int, user: str, message: m.Hello) -> Session:
+        """Open (or find again) the session of a TCP peer. KvdError to refuse."""
+
+    def register_spec(self, request: Request, spec: KVSpec) -> None: ...
+
+    def stat(self, request: Request) -> None: ...
+
+    def end(self, session: Session, why: str) -> None: ...
+
+
+class Dispatcher:
+    """Takes messages of one or more ROUTER sockets."""
+
+    def __init__(
+        self,
+        host: DispatchHost,
+        sessions: Sessions,
+        responder: Responder,
+        inline: Inline,
+        counters: Counters,
+        limits: Limits,
+        epoch: int,
+    ) -> None:
+        self._host = host
+        self._sessions = sessions
+        self._responder = responder
+        self._inline = inline
+        self._counters = counters
+        self._limits = limits
+        self._epoch = epoch
+        self._make: dict[type, Callable[[Request, Any], None]] = {
+            m.RegisterSpec: self._register_spec,
+            m.Wait: self._wait,
+            m.Evict: self._selected,
+            m.List: self._selected,
+            m.Heartbeat: self._heartbeat,
+            m.Bye: self._bye,
+            m.Get: self._get,
+            m.Stat: self._stat,
+            m.Hello: self._hello,
+        }
+
+    # -- from the socket ------------------------------------------------------------------------
+
+    def drain(self, socket: zmq.Socket[bytes], *, tcp: bool = False) -> None:
+        """Take what is there, in a bounded batch; the poller comes back for the rest."""
+        end = time.monotonic_ns() + BATCH_NS
+        for _ in range(BATCH):
+            try:
+                message = receive(socket, tcp=tcp)
+            except zmq.Again:
+                return
+            self.take(Route(socket, message.identity), message, tcp=tcp)
+            if time.monotonic_ns() > end:
+                return
+
+    def take(self, route: Route, message: Message, *, tcp: bool = False) -> None:
+        """One message: exactly one reply, now or later."""
+        try:
+            self._take(route, message, tcp)
+        except KvdError as refused:
+            if isinstance(refused, ProtocolError | LimitExceeded | VersionError):
+                self._counters.reason("malformed", refused.code.name.lower())
+            else:
+                self._counters.reason("refused", refused.code.name.lower())
+            address = address_of(message.first or b"")
+            if address is not None and address.flags & FrameFlag.REPLY:
+                return  # answering replies could go to and fro for ever
+            self._responder.error_to(route, address, refused.code, str(refused))
+
+    def _take(self, route: Route, message: Message, tcp: bool) -> None:
+        if message.first is None:
+            raise ProtocolError("a message without frames")
+        frame = decode_frame(message.first, self._limits)
+        if frame.flags & FrameFlag.REPLY:
+            raise ProtocolError("a reply came where a request is due")
+        if message.too_many:
+            raise LimitExceeded(f"payload frames: more than {self._limits.frames}")
+        check_payload(frame, [len(part) for part in message.payload], self._limits)
+        if frame.request == 0:
+            raise ProtocolError("request ids start at 1")
+        session = self._session_of(route, message, frame, tcp)
+        if frame.epoch not in (0, self._epoch):
+            raise StaleEpoch(f"the request is of epoch {frame.epoch}, this is {self._epoch}")
+        session.route = route
+        session.source = message.source
+        self._request(session, route, frame, message.payload)
+
+    def _session_of(self, route: Route, message: Message, frame: Frame, tcp: bool) -> Session:
+        if frame.session == NO_SESSION and frame.op == Op.HELLO and tcp:
+            hello = m.decode_request(frame.op, frame.body, self._limits, newer=frame.newer)
+            assert isinstance(hello, m.Hello)
+            return self._host.hello_tcp(route, message.source, message.user, hello)
+        session = self._sessions.by_token(frame.session)
+        if session is None or (session.peer is None) != tcp:
+            raise UnknownSession("no live session has this token; attach again")
+        return session
+
+    def _request(
+        self, session: Session, route: Route, frame: Frame, payload: list[zmq.Frame]
+    ) -> None:
+        taken = session.replies.take(frame.request, frame.ack, repeatable=frame.op in REPEATABLE)
+        match taken.seen:
+            case Seen.NEW:
+                pass
+            case Seen.IN_FLIGHT:
+                self._counters.add("replayed")
+                return
+            case Seen.ANSWERED:
+                self._counters.add("replayed")
+                assert taken.reply is not None
+                self._responder.send(route, taken.reply, session)
+                return
+            case Seen.GONE:
+                raise ProtocolError(
+                    f"request {frame.request} was carried out; its reply is not kept any more"
+                )
+            case Seen.TOO_MANY:
+                raise LimitExceeded(
+                    f"requests in flight: at most {self._limits.inflight} allowed; await some"
+                )
+            case Seen.TOO_SPARSE:
+                raise LimitExceeded("request ids must increase by one; too many were passed over")
+        self._counters.add("requests")
+        now = time.monotonic_ns()
+        deadline = frame.deadline
+        if deadline and frame.flags & FrameFlag.RELATIVE:
+            deadline = now + deadline * NS_PER_MS
+        request = Request(session, route, frame, deadline, self._responder)
+        try:
+            if deadline and deadline <= now:
+                self._counters.add("requests_expired")
+                raise DeadlineExceeded("the deadline had passed before the request was read")
+            message = m.decode_request(frame.op, frame.body, self._limits, newer=frame.newer)
+            self._dispatch(request, message, payload)
+        except KvdError as refused:
+            if isinstance(refused, ProtocolError | LimitExceeded):
+                self._counters.reason("malformed", refused.code.name.lower())
+            request.fail(refused.code, str(refused))
+        except Exception as error:  # the boundary of a request: it is answered, the loop goes on
+            log.exception("fault in operation %d of session %d", frame.op, session.number)
+            self._counters.reason("faults", type(error).__name__)
+            request.fail(ErrorCode.INTERNAL, f"unexpected {type(error).__name__} in the daemon")
+
+    # -- one operation --------------------------------------------------------------------------
+
+    def _dispatch(self, request: Request, message: Any, payload: list[zmq.Frame]) -> None:
+        kind = type(message)
+        if kind is m.Put:
+            self._inline.put(request, message, payload)
+            return
+        if payload:
+            raise ProtocolError(f"operation {request.op} takes no payload frames")
+        make = self._make.get(kind)
+        if make is not None:
+            make(request, message)
+            return
+        event = _SAME_FIELDS[kind]
+        self._host.feed(event(request.session.number, request, *message))
+
+    def _register_spec(self, request: Request, message: m.RegisterSpec) -> None:
+        self._host.register_spec(request, KVSpec.decode(message.spec))
+
+    def _stat(self, request: Request, message: m.Stat) -> None:
+        self._host.stat(request)
+
+    def _wait(self, request: Request, message: m.Wait) -> None:
+        deadline = time.monotonic_ns() + message.timeout_ns
+        if request.deadline:
+            deadline = min(deadline, request.deadline)
+        self._host.feed(
+            ev.Wait(request.session.number, request, message.transfer, message.after, deadline)
+        )
+
+    def _selected(self, request: Request, message: m.Evict | m.List) -> None:
+        selector = ev.Selector(*message.selector)
+        number = request.session.number
+        if isinstance(message, m.Evict):
+            self._host.feed(
+                ev.Evict(number, request, selector, message.dry_run, message.cursor, message.limit)
+            )
+        else:
+            self._host.feed(
+                ev.List(number, request, message.level, selector, message.cursor, message.limit)
+            )
+
+    def _heartbeat(self, request: Request, message: m.Heartbeat) -> None:
+        request.respond.result(request, m.DoneReply(), ())
+
+    def _hello(self, request: Request, message: m.Hello) -> None:
+        self._host.hello(request, message)
+
+    def _get(self, request: Request, message: m.Get) -> None:
+        self._inline.get(request, message)
+
+    def _bye(self, request: Request, message: m.Bye) -> None:
+        request.respond.result(request, m.DoneReply(), ())
+        self._host.end(request.session, "bye")
+
+
+_SAME_FIELDS: dict[type, Callable[..., Any]] = {
+    m.Reserve: ev.Reserve,
+    m.Commit: ev.Commit,
+    m.Abort: ev.Abort,
+    m.Lookup: ev.Lookup,
+    m.Load: ev.Load,
+    m.Cancel: ev.Cancel,
+    m.Renew: ev.Renew,
+    m.Release: ev.Release,
+}

@@ -1,0 +1,160 @@
+"""`kvd`: reads the configuration, runs one Server.
+
+The law of this module: a start that is refused says why in one line on stderr and exits with 2;
+nothing else that an operator did makes a traceback. Exit codes: 0 stopped in order, 1 a fault of
+ours, 2 a setting that can't be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from kvd import __version__
+from kvd.arena import plan
+from kvd.errors import ArenaError, ConfigError
+from kvd.server.access import Access
+from kvd.server.config import Config, load_config, nearest_flag, resolved_toml
+from kvd.server.server import Server, limits_of
+from kvd.server.settings import SETTINGS
+from kvd.server.sizes import format_size
+from kvd.server.tcp import read_clients, read_secret_key
+from kvd.wire.paths import attach_path, check_socket_path
+
+__all__ = ["main"]
+
+log = logging.getLogger("kvd")
+
+OK, FAULT, REFUSED = 0, 1, 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line, exit code 2, and the flag that was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            flag = unknown.split()[0].partition("=")[0]
+            near = nearest_flag(flag)
+            hint = f"; the nearest is {near}" if near else "; `kvd --help` lists all flags"
+            message = f"unknown argument {flag}{hint}"
+        raise ConfigError(message)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="kvd",
+        description="A daemon that keeps the KV cache of LLM inference engines. Each setting is "
+        "read from its flag, else its environment variable, else the file, else its default.",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n  kvd --arena-size 8GiB\n  kvd --config /etc/kvd/kvd.toml --check\n\n"
+        "exit codes: 0 stopped in order, 1 a fault, 2 a setting that can't be used",
+    )
+    parser.add_argument("--config", metavar="FILE", help="kvd.toml to read [KVD_CONFIG]")
+    parser.add_argument(
+        "--check", action="store_true", help="validate and print the configuration, then exit"
+    )
+    parser.add_argument("--version", action="version", version=f"kvd {__version__}")
+    sections: dict[str, argparse._ArgumentGroup] = {}
+    for setting in SETTINGS:
+        group = sections.get(setting.section)
+        if group is None:
+            group = sections[setting.section] = parser.add_argument_group(setting.section)
+        shown = "" if setting.default in ("", []) else f" (default: {setting.default})"
+        group.add_argument(
+            setting.flag,
+            dest=setting.name,
+            metavar=setting.metavar,
+            help=f"{setting.help}{shown} [{setting.env}]".replace("%", "%%"),
+        )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the console script."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str]) -> int:
+    """The daemon's life; its exit code."""
+    try:
+        arguments = vars(_parser().parse_args(argv))
+        file, check = arguments.pop("config"), arguments.pop("check")
+        flags = {name: value for name, value in arguments.items() if value is not None}
+        config = load_config(flags=flags, file=file)
+        _log_to_stderr(config.log_level)
+        if check:
+            _check(config)
+            sys.stdout.write(resolved_toml(config))
+            return OK
+        server = Server(config)
+        server.startup()
+    except (ConfigError, ArenaError) as refused:
+        line = " ".join(str(refused).split())
+        sys.stderr.write(f"kvd: {line}\n")
+        return REFUSED
+    try:
+        sys.stdout.write(start_block(server))
+        sys.stdout.flush()
+        server.main_loop()
+    except Exception:  # the last boundary: said once, and the sockets are cleaned up
+        log.exception("the daemon can't go on")
+        return FAULT
+    finally:
+        server.shutdown()
+    return OK
+
+
+def _check(config: Config) -> None:
+    """What can be refused without taking anything: no lock, no socket, no memory."""
+    check_socket_path(config.socket)
+    plan(config.arena_size, config.slab_size)
+    if not Path(config.arena_path).is_dir():
+        raise ConfigError(f"arena.path: {config.arena_path} is not a directory; make it")
+    Access(config.namespaces, config.admin_uids, config.admin_gid)
+    if config.tcp_endpoint is not None:
+        read_secret_key(config.tcp_secret_key_file or "")
+        read_clients(config.tcp_clients_file or "")
+
+
+def start_block(server: Server) -> str:
+    """What an operator wants to see first. One block, printed once."""
+    config, arena = server.config, server.arena
+    limits = limits_of(config, arena.slab_size)
+    adopted = server.adopted
+    origin = (
+        f"adopted, {adopted.records} records in {adopted.took_s:.2f} s" if arena.adopted else "new"
+    )
+    tcp = f", {config.tcp_endpoint} (CURVE)" if config.tcp_endpoint else ""
+    rows = (
+        ("instance", config.instance),
+        ("sockets", f"{config.socket}, {attach_path(config.socket)}{tcp}"),
+        ("arena", f"{config.arena_base}, {format_size(arena.size)}, {origin}"),
+        (
+            "limits",
+            f"chunk {format_size(limits.chunk_bytes)}, {config.max_sessions} sessions, lease "
+            f"{config.lease_s:g} s (at most {config.lease_max_s:g} s)",
+        ),
+        ("tiers", f"dram {format_size(arena.size)}"),
+        ("epoch", str(arena.epoch)),
+    )
+    lines = [f"kvd {__version__}, pid {os.getpid()}"]
+    lines += [f"  {name:<9} {value}" for name, value in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _log_to_stderr(level: str) -> None:
+    stamp = "" if "JOURNAL_STREAM" in os.environ else "%(asctime)s "
+    logging.basicConfig(
+        level=level.upper(), format=stamp + "%(levelname)s %(name)s: %(message)s", force=True
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The way out: encodes a reply, keeps it for a retry, and sends it without ever waiting.
+
+The law of this module: every send is DONTWAIT on a ROUTER with ROUTER_MANDATORY. A peer whose
+queue is full (it is stopped, or does not read) or that is not there any more loses its session,
+counted by reason; nobody else notices.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from kvd.errors import ErrorCode, KvdError
+from kvd.server.counters import Counters
+from kvd.server.requests import Request
+from kvd.server.sessions import Route, Session
+from kvd.wire import NO_SESSION, Address, FrameFlag, Op, encode_frame
+from kvd.wire.messages import encode_error, encode_reply
+
+__all__ = ["REPEATABLE", "Responder", "new_router"]
+
+log = logging.getLogger(__name__)
+
+# Carried out again on a retry whose reply is not kept: they change nothing.
+REPEATABLE = frozenset({Op.HELLO, Op.WAIT, Op.LIST, Op.STAT, Op.HEARTBEAT, Op.GET})
+
+ROUTER_HWM = 1000  # replies that wait for one peer; more than a session's requests in flight
+MAX_UNSENT = 128 << 20  # payload bytes that wait for one peer
+
+
+def new_router(context: zmq.Context[zmq.Socket[bytes]], max_frame: int) -> zmq.Socket[bytes]:
+    """A ROUTER that never blocks and never drops in silence. Not bound yet."""
+    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.SNDHWM, ROUTER_HWM)
+    socket.setsockopt(zmq.RCVHWM, ROUTER_HWM)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
+    socket.setsockopt(zmq.BACKLOG, 128)
+    return socket
+
+
+class Responder:
+    """Sends replies and errors; `lost(session, why)` is told when a peer can't be sent to."""
+
+    def __init__(
+        self, epoch: int, counters: Counters, lost: Callable[[Session, str], None]
+    ) -> None:
+        self._epoch = epoch
+        self._counters = counters
+        self._lost = lost
+
+    # -- the one reply of a request -------------------------------------------------------------
+
+    def result(
+        self, request: Request, result: tuple[Any, ...], payload: Sequence[bytes] = ()
+    ) -> None:
+        try:
+            body = encode_reply(result)
+        except KvdError as too_long:
+            self.fail(request, too_long.code, str(too_long))
+            return
+        self._finish(request, FrameFlag.REPLY, body, payload)
+
+    def fail(self, request: Request, code: ErrorCode, message: str) -> None:
+        self._finish(request, FrameFlag.REPLY | FrameFlag.ERROR, encode_error(code, message), ())
+
+    def _finish(self, request: Request, flags: int, body: bytes, payload: Sequence[bytes]) -> None:
+        session = request.session
+        if session.closed:
+            return
+        frame = encode_frame(
+            request.op,
+            body,
+            flags=flags,
+            session=session.token,
+            request=request.id,
+            epoch=self._epoch,
+            trace=request.trace,
+            frames=len(payload),
+        )
+        reply = [frame, *payload]
+        session.replies.finish(request.id, reply, keep=request.op not in REPEATABLE)
+        self._counters.add("replies")
+        # a retry may have come by another way meanwhile: the newest one is alive
+        self.send(session.route or request.route, reply, session)
+
+    # -- frames ---------------------------------------------------------------------------------
+
+    def error_to(self, route: Route, address: Address | None, code: ErrorCode, text: str) -> None:
+        """An error for somebody whose message could not be taken as a request of a session."""
+        frame = encode_frame(
+            address.op if address is not None else 0,
+            encode_error(code, text),
+            flags=FrameFlag.REPLY | FrameFlag.ERROR,
+            session=address.session if address is not None else NO_SESSION,
+            request=address.request if address is not None else 0,
+            epoch=self._epoch,
+        )
+        self.send(route, [frame], None)
+
+    def send(self, route: Route, frames: list[bytes], session: Session | None) -> bool:
+        """Whether the frames are on their way. The session, if any, is lost when they are not."""
+        socket, identity = route
+        try:
+            if len(frames) == 1:
+                socket.send(identity, zmq.SNDMORE | zmq.DONTWAIT)
+                socket.send(frames[0], zmq.DONTWAIT)
+            else:
+                self._send_payload(route, frames, session)
+        except zmq.Again:
+            self._failed(session, route, "full", "its replies pile up: it does not read them")
+            return False
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EHOSTUNREACH, zmq.EHOSTUNREACH):
+                raise
+            self._failed(session, route, "unreachable", "its connection is gone")
+            return False
+        return True
+
+    def _send_payload(self, route: Route, frames: list[bytes], session: Session | None) -> None:
+        socket, identity = route
+        socket.send(identity, zmq.SNDMORE | zmq.DONTWAIT)
+        socket.send(frames[0], zmq.SNDMORE | zmq.DONTWAIT)
+        last = len(frames) - 1
+        for at, frame in enumerate(frames[1:], start=1):
+            more = zmq.SNDMORE if at < last else 0
+            if session is None or len(frame) < 65_536:
+                socket.send(frame, zmq.DONTWAIT | more)
+            else:
+                tracker = socket.send(frame, zmq.DONTWAIT | more, copy=False, track=True)
+                session.unsent.append((tracker, len(frame)))
+
+    def unsent(self, session: Session) -> int:
+        """Payload bytes that ZMQ still holds for a session."""
+        session.unsent = [entry for entry in session.unsent if not entry[0].done]
+        return sum(size for _, size in session.unsent)
+
+    def _failed(self, session: Session | None, route: Route, reason: str, why: str) -> None:
+        self._counters.reason("send_failed", reason)
+        if session is None or session.closed:
+            return
+        if session.route is not None and session.route.identity != route.identity:
+            return  # the client came back by another connection: only the old one is gone
+        self._lost(session, why)

@@ -1,0 +1,321 @@
+"""The daemon: `startup`, `main_loop`, `shutdown`.
+
+The law of this module: everything that may be refused is refused in `startup`, before readiness is
+told; `main_loop` ends only by a signal; `shutdown` leaves nothing behind but the arena, which the
+next start adopts.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import resource
+import signal
+import time
+from contextlib import ExitStack
+
+import zmq
+
+from kvd.arena import ArenaOwner
+from kvd.core import events as ev
+from kvd.errors import ConfigError
+from kvd.server.access import Access
+from kvd.server.adoption import open_core
+from kvd.server.attach import AttachServer
+from kvd.server.carry import Carrier
+from kvd.server.config import Config
+from kvd.server.counters import Counters
+from kvd.server.desk import Desk
+from kvd.server.dispatch import Dispatcher
+from kvd.server.endpoint import Endpoint
+from kvd.server.inline import Inline
+from kvd.server.lockwatch import LockWatch
+from kvd.server.loop import Loop
+from kvd.server.notify import Notifier
+from kvd.server.respond import Responder, new_router
+from kvd.server.sessions import Sessions
+from kvd.server.sizes import format_size
+from kvd.server.tcp import TcpEndpoint, TcpKeys, read_clients, read_secret_key
+from kvd.server.transfers import Job, Transfers
+from kvd.wire import DEFAULT_LIMITS, Limits
+
+__all__ = ["Server", "limits_of"]
+
+log = logging.getLogger(__name__)
+
+NS = 1_000_000_000
+IDLE_MS = 1000
+LOCK_POLL_S = 0.02
+STOP_WORKERS_S = 5.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def limits_of(config: Config, chunk_bytes: int) -> Limits:
+    """The limits that this daemon tells its clients."""
+    return DEFAULT_LIMITS._replace(
+        inflight=config.max_inflight,
+        lease_default_ns=int(config.lease_s * NS),
+        lease_max_ns=int(config.lease_max_s * NS),
+        ttl_default_ns=int(config.write_s * NS),
+        ttl_max_ns=int(config.write_max_s * NS),
+        chunk_bytes=chunk_bytes,
+    )
+
+
+class Server:
+    """One daemon. `startup` raises ConfigError or ArenaError, and has then undone what it did."""
+
+    def __init__(self, config: Config, notifier: Notifier | None = None) -> None:
+        self.config = config
+        self._notifier = notifier or Notifier()
+        self._undo = ExitStack()
+        self._draining_until: float | None = None
+        self._stop = False
+
+    # -- startup --------------------------------------------------------------------------------
+
+    def startup(self) -> None:
+        try:
+            self._startup()
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def _startup(self) -> None:
+        config, undo = self.config, self._undo
+        _raise_descriptor_limit()
+        access = Access(config.namespaces, config.admin_uids, config.admin_gid)
+        keys = _tcp_keys(config)
+        self.endpoint = Endpoint(config.socket)
+        self.endpoint.claim()
+        undo.callback(self.endpoint.close)
+
+        self.context = zmq.Context(io_threads=1)
+        undo.callback(self.context.term)
+        self.loop = Loop()
+        undo.callback(self.loop.close)
+        self.tcp = self._open_tcp(keys)
+
+        self.arena = ArenaOwner.open(
+            config.arena_base,
+            config.arena_size,
+            slab_size=config.slab_size,
+            instance=config.instance,
+            now_unix_ns=time.time_ns(),
+        )
+        undo.callback(self._close_arena)
+        self._served = False
+        limits = limits_of(config, self.arena.slab_size)
+        self.counters = Counters()
+        self.transfers = Transfers(config.workers, stuck_s=config.stuck_s)
+        undo.callback(self.transfers.close, STOP_WORKERS_S)
+        opened = open_core(config, self.arena, access.namespaces + (self.tcp_namespaces(keys)))
+        self.carrier = Carrier(opened.core, self.arena, self.transfers, seal=config.seal)
+        self.carrier.run(opened.actions)
+        self.adopted = opened
+        self.lockwatch = LockWatch(
+            self.arena.session_lock_free,
+            lambda public_id: self.carrier.feed(ev.LockFreed(public_id)),
+        )
+        for public_id in opened.locked:
+            self.lockwatch.add(public_id, time.monotonic())
+
+        self.sessions = Sessions(config.max_sessions, limits.inflight, limits.cached)
+        responder = Responder(
+            self.arena.epoch, self.counters, lambda session, why: self.desk.lost(session, why)
+        )
+        self.desk = Desk(
+            config=config,
+            access=access,
+            arena=self.arena,
+            carrier=self.carrier,
+            counters=self.counters,
+            limits=limits,
+            lockwatch=self.lockwatch,
+            loop=self.loop,
+            registry=opened.registry,
+            sessions=self.sessions,
+            transfers=self.transfers,
+        )
+        inline = Inline(self.desk, self.arena, responder, limits)
+        self.dispatcher = Dispatcher(
+            self.desk,
+            self.sessions,
+            responder,
+            inline,
+            self.counters,
+            limits,
+            self.arena.epoch,
+        )
+        self._listen(limits)
+        self._timers()
+        if not self._arena_is_whole:
+            self._reserve_more()
+        if config.gc_freeze:
+            gc.collect()
+            gc.freeze()
+            undo.callback(gc.unfreeze)
+        self._served = True
+        self._notifier.ready(f"serving on {config.socket}")
+        log.info("serving on %s, epoch %d", config.socket, self.arena.epoch)
+
+    def tcp_namespaces(self, keys: TcpKeys | None) -> list[str]:
+        return list(dict.fromkeys(keys.clients.values())) if keys is not None else []
+
+    def _open_tcp(self, keys: TcpKeys | None) -> TcpEndpoint | None:
+        if keys is None or self.config.tcp_endpoint is None:
+            return None
+        tcp = TcpEndpoint(
+            self.context,
+            self.config.tcp_endpoint,
+            keys,
+            heartbeat_s=self.config.tcp_heartbeat_s,
+            max_frame=_max_frame(DEFAULT_LIMITS),
+        )
+        self._undo.callback(tcp.close)
+        return tcp
+
+    def _close_arena(self) -> None:
+        """An arena that was made by a start that failed is of use to nobody."""
+        if self._served or self.arena.adopted:
+            self.arena.close()
+        else:
+            self.arena.destroy()
+
+    def _listen(self, limits: Limits) -> None:
+        self.router = new_router(self.context, _max_frame(limits))
+        self._undo.callback(self.router.close)
+        self.endpoint.bind(
+            self.config.socket, lambda: self.router.bind(f"ipc://{self.config.socket}")
+        )
+        self.attach = AttachServer(self.loop, self.endpoint.listen_attach(), self.desk)
+        self._undo.callback(self.attach.close)
+        self.desk.attach_server = self.attach
+        loop = self.loop
+        loop.add_socket(self.router, lambda: self.dispatcher.drain(self.router))
+        if self.tcp is not None:
+            loop.add_socket(self.tcp.zap, self.tcp.answer_zap)
+            loop.add_socket(self.tcp.monitor, self._tcp_gone)
+            loop.add_socket(self.tcp.socket, self._tcp_ready)
+        loop.watch(self.transfers.wakeup, lambda events: self.transfers.drain())
+        loop.on_signals(STOP_SIGNALS, self._on_signal)
+
+    def _tcp_gone(self) -> None:
+        assert self.tcp is not None
+        self.desk.tcp_gone(self.tcp.disconnected())
+
+    def _tcp_ready(self) -> None:
+        assert self.tcp is not None
+        # ends first: libzmq may have given a dead connection's descriptor to a new one
+        self._tcp_gone()
+        self.dispatcher.drain(self.tcp.socket, tcp=True)
+
+    def _timers(self) -> None:
+        self.loop.every(LOCK_POLL_S, self.lockwatch.poll)
+        self.loop.every(1.0, self.transfers.watch)
+        if self._notifier.watchdog_s is not None:
+            self.loop.every(self._notifier.watchdog_s, lambda now: self._notifier.alive())
+
+    # -- the rest of the arena ------------------------------------------------------------------
+
+    @property
+    def _arena_is_whole(self) -> bool:
+        return self.arena.reserved >= self.arena.size
+
+    def _reserve_more(self) -> None:
+        self.transfers.submit(
+            Job("reserve memory", self.arena.reserve_step, self._reserved, background=True)
+        )
+
+    def _reserved(self, done: bool | None) -> None:
+        self.carrier.core.grow(self.arena.reserved)
+        if done is None:
+            log.error(
+                "only %s of the arena's %s could be reserved; serving with that",
+                format_size(self.arena.reserved),
+                format_size(self.arena.size),
+            )
+        elif done:
+            log.info("the arena's %s are reserved", format_size(self.arena.size))
+        else:
+            self._reserve_more()
+
+    # -- main loop ------------------------------------------------------------------------------
+
+    def main_loop(self) -> None:
+        """Serve until a signal ends it, and what it lets finish has finished."""
+        while not self._finished():
+            self.loop.turn(self._wait_ms())
+            core = self.carrier.core
+            due = core.next_deadline()
+            if core.busy or (due is not None and due <= time.monotonic_ns()):
+                self.carrier.feed(ev.Tick())
+
+    def _wait_ms(self) -> int:
+        core = self.carrier.core
+        if core.busy:
+            return 0
+        due = core.next_deadline()
+        if due is None:
+            return IDLE_MS
+        left_ms: int = -(-(due - time.monotonic_ns()) // 1_000_000)
+        return min(IDLE_MS, max(0, left_ms))
+
+    def _on_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self._draining_until is not None:
+            log.warning("%s again: stopping at once", name)
+            self._stop = True
+            return
+        log.info("%s: no more stores; loads have %g s", name, self.config.drain_s)
+        self._draining_until = time.monotonic() + self.config.drain_s
+        self.desk.draining = True
+        self._notifier.stopping()
+        self.carrier.feed(ev.Drain())
+
+    def _finished(self) -> bool:
+        if self._stop:
+            return True
+        if self._draining_until is None:
+            return False
+        if time.monotonic() >= self._draining_until:
+            log.warning("drain_s is over; %d requests are cut off", self.sessions.inflight)
+            return True
+        return self.desk.idle
+
+    # -- shutdown -------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Close everything; the arena stays for the next start."""
+        sessions = len(self.sessions)
+        for session in self.sessions.all():
+            self.desk.end(session, "shutdown")
+        self.arena.set_clean()
+        self._undo.close()
+        log.info("stopped; %d sessions were open", sessions)
+
+
+def _max_frame(limits: Limits) -> int:
+    return max(limits.inline, limits.body + 4096)
+
+
+def _tcp_keys(config: Config) -> TcpKeys | None:
+    if config.tcp_endpoint is None:
+        return None
+    assert config.tcp_secret_key_file is not None and config.tcp_clients_file is not None
+    if not zmq.has("curve"):
+        raise ConfigError("tcp.endpoint: this libzmq has no CURVE; install pyzmq's own wheel")
+    return TcpKeys(
+        read_secret_key(config.tcp_secret_key_file), read_clients(config.tcp_clients_file)
+    )
+
+
+def _raise_descriptor_limit() -> None:
+    """Each client takes two or three descriptors: use all that we may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1 << 16 if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError) as error:
+            log.info("descriptor limit stays at %d: %s", soft, error)

@@ -1,0 +1,299 @@
+"""The declared table of settings: name, kind, default, help. Everything else derives from it.
+
+The law of this module: a setting exists in all its forms or in none. Its key in kvd.toml, its flag
+and its environment variable come from one row; so do its check, its default and its line in
+`kvd --check`. A parser takes the raw value (typed from TOML, text from a flag or the environment)
+and returns the value that the daemon uses, or raises ValueError saying what would be accepted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kvd.chunk import check_namespace
+from kvd.errors import BadKey
+from kvd.server.sizes import format_size, parse_size
+
+__all__ = ["SETTINGS", "NamespaceRule", "Setting", "find_setting"]
+
+
+class NamespaceRule(NamedTuple):
+    """Who belongs to a namespace: any of the uids, any of the gids, or the token in the file."""
+
+    name: str
+    uids: tuple[int, ...] = ()
+    gids: tuple[int, ...] = ()
+    token_file: str | None = None
+
+
+Parser = Callable[[object], Any]
+
+
+class Setting(NamedTuple):
+    section: str
+    key: str
+    field: str  # attribute of Config
+    default: object  # raw, as it would stand in the file
+    parse: Parser
+    metavar: str
+    help: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.section}.{self.key}" if self.key else self.section
+
+    @property
+    def flag(self) -> str:
+        return "--" + "-".join(self._words).replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return "KVD_" + "_".join(self._words).upper()
+
+    @property
+    def _words(self) -> list[str]:
+        words = [] if self.section == "daemon" else [self.section]
+        return [*words, self.key] if self.key else words
+
+
+# -- parsers ------------------------------------------------------------------------------------
+
+
+def size(least: int, most: int, *, auto: bool = False) -> Parser:
+    def parse(value: object) -> int | None:
+        if auto and value == "auto":
+            return None
+        found = parse_size(value)
+        if not least <= found <= most:
+            raise ValueError(
+                f"{format_size(found)} is outside {format_size(least)} to {format_size(most)}"
+            )
+        return found
+
+    return parse
+
+
+def count(least: int, most: int) -> Parser:
+    def parse(value: object) -> int:
+        if isinstance(value, str) and re.fullmatch(r"[0-9]{1,18}", value.strip(), re.ASCII):
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"not a whole number; give one from {least} to {most}")
+        if not least <= value <= most:
+            raise ValueError(f"outside {least} to {most}")
+        return value
+
+    return parse
+
+
+def number(least: float, most: float, unit: str) -> Parser:
+    def parse(value: object) -> float:
+        if isinstance(value, str):
+            try:
+                value = float(value) if "_" not in value else value
+            except ValueError:
+                pass
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"not a number; give {unit} from {least:g} to {most:g}")
+        # the comparison comes first: an int of a thousand digits does not fit a float
+        if not least <= value <= most or not math.isfinite(value):
+            raise ValueError(f"outside {least:g} to {most:g} {unit}")
+        return float(value)
+
+    return parse
+
+
+def choice(*names: str) -> Parser:
+    def parse(value: object) -> str:
+        if isinstance(value, str) and value.lower() in names:
+            return value.lower()
+        raise ValueError("give one of " + ", ".join(names))
+
+    return parse
+
+
+def boolean(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "yes", "on", "1"):
+        return True
+    if isinstance(value, str) and value.lower() in ("false", "no", "off", "0"):
+        return False
+    raise ValueError("give true or false")
+
+
+def text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("not a text")
+    if "\0" in value:
+        raise ValueError("holds a NUL byte")
+    return value
+
+
+def path(value: object) -> str:
+    found = text(value)
+    if not found:
+        raise ValueError("empty; give a path")
+    return os.path.abspath(os.path.expanduser(found))
+
+
+def maybe_path(value: object) -> str | None:
+    return path(value) if value != "" else None
+
+
+def instance(value: object) -> str:
+    found = text(value)
+    # it becomes part of a file name in /dev/shm
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", found, re.ASCII):
+        raise ValueError("give 1 to 64 letters, digits, '.', '_' or '-', the first no sign")
+    return found
+
+
+def endpoint(value: object) -> str | None:
+    found = text(value)
+    if found == "":
+        return None
+    match = re.fullmatch(r"tcp://(\[[0-9A-Fa-f:.%a-z]+\]|[^\s:/\[\]]+):([0-9]{1,5})", found)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise ValueError("give tcp://ADDRESS:PORT, for example tcp://127.0.0.1:7711")
+    return found
+
+
+def identifiers(value: object) -> tuple[int, ...]:
+    """uids or gids: a list of numbers, or text with commas between."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise ValueError("give a list of numbers")
+    one = count(0, 2**32 - 2)
+    try:
+        return tuple(one(item) for item in value)
+    except ValueError:
+        raise ValueError("give a list of numbers from 0 to 4294967294") from None
+
+
+_RULE_KEYS = ("name", "uids", "gids", "token_file")
+
+
+def namespaces(value: object) -> tuple[NamespaceRule, ...]:
+    """A list of tables, or text: `name=a,uids=1001+1002,token_file=/etc/kvd/a;name=b,gids=100`."""
+    if isinstance(value, str):
+        value = [_rule_from_text(part) for part in value.split(";") if part.strip()]
+    if not isinstance(value, list):
+        raise ValueError("give a list of tables [[namespaces]] with " + ", ".join(_RULE_KEYS))
+    rules: list[NamespaceRule] = []
+    for entry in value:
+        if not isinstance(entry, dict):
+            raise ValueError("an entry is not a table; write [[namespaces]]")
+        unknown = [key for key in entry if key not in _RULE_KEYS]
+        if unknown:
+            raise ValueError(f"unknown key {unknown[0]!r}; known are " + ", ".join(_RULE_KEYS))
+        try:
+            name = check_namespace(text(entry.get("name", "")))
+        except BadKey as refused:
+            raise ValueError(str(refused)) from None
+        rules.append(
+            NamespaceRule(
+                name,
+                identifiers(entry.get("uids", [])),
+                identifiers(entry.get("gids", [])),
+                maybe_path(entry.get("token_file", "")),
+            )
+        )
+        if not (rules[-1].uids or rules[-1].gids or rules[-1].token_file):
+            raise ValueError(f"{name!r} has no members; give uids, gids or a token_file")
+    names = [rule.name for rule in rules]
+    taken: set[int] = set()
+    for rule in rules:
+        if names.count(rule.name) > 1:
+            raise ValueError(f"{rule.name!r} stands there twice")
+        if taken.intersection(rule.uids):
+            raise ValueError(f"a uid of {rule.name!r} belongs to another namespace already")
+        taken.update(rule.uids)
+    return tuple(rules)
+
+
+def _rule_from_text(part: str) -> dict[str, object]:
+    entry: dict[str, object] = {}
+    for item in part.split(","):
+        key, equals, value = item.strip().partition("=")
+        if not equals or key in entry:
+            raise ValueError("write name=NAME,uids=1001+1002,gids=100,token_file=PATH;name=…")
+        entry[key] = value.replace("+", ",") if key in ("uids", "gids") else value
+    return entry
+
+
+# -- the table ----------------------------------------------------------------------------------
+
+DAY = 86_400.0
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting("daemon", "socket", "socket", "", maybe_path, "PATH",
+            "unix socket of the control plane; 107 bytes at most (default: the user's runtime "
+            "directory, /run/kvd for a service)"),
+    Setting("daemon", "instance", "instance", "default", instance, "NAME",
+            "name of this daemon; part of the arena's file name, told to clients"),
+    Setting("daemon", "log_level", "log_level", "info",
+            choice("debug", "info", "warning", "error"), "LEVEL", "what is logged to stderr"),
+    Setting("daemon", "drain_s", "drain_s", 5, number(0, 3600, "seconds"), "SECONDS",
+            "how long SIGTERM lets loads finish"),
+    Setting("daemon", "workers", "workers", 2, count(1, 64), "N",
+            "threads that verify, seal and copy payloads"),
+    Setting("daemon", "stuck_s", "stuck_s", 10, number(0.1, DAY, "seconds"), "SECONDS",
+            "a worker that takes longer for one transfer is reported and replaced"),
+    Setting("daemon", "seal", "seal", True, boolean, "BOOL",
+            "compute digests of stored payloads in the background"),
+    Setting("daemon", "gc_freeze", "gc_freeze", True, boolean, "BOOL",
+            "exempt what exists after start from garbage collection"),
+    Setting("arena", "path", "arena_path", "/dev/shm", path, "DIR",
+            "directory on a tmpfs that holds the arena's files"),
+    Setting("arena", "size", "arena_size", "1GiB", size(2 * 2**20, 2**46), "SIZE",
+            "bytes of shared memory for payloads"),
+    Setting("arena", "slab_size", "slab_size", "auto", size(2**16, 2**42, auto=True), "SIZE",
+            "bytes of one slab, and so of the largest chunk; auto: 1/32 of the arena; 1/16 at "
+            "most"),
+    Setting("limits", "sessions", "max_sessions", 1024, count(1, 65_536), "N",
+            "clients at a time"),
+    Setting("limits", "specs", "max_specs", 1024, count(1, 65_536), "N",
+            "registered KVSpecs at a time"),
+    Setting("limits", "inflight", "max_inflight", 256, count(1, 900), "N",
+            "requests in flight of one session"),
+    Setting("limits", "lease_s", "lease_s", 30, number(0.1, 600, "seconds"), "SECONDS",
+            "a lease's life when the client names none"),
+    Setting("limits", "lease_max_s", "lease_max_s", 600, number(0.1, DAY, "seconds"), "SECONDS",
+            "the longest life of a lease"),
+    Setting("limits", "write_s", "write_s", 30, number(0.1, 600, "seconds"), "SECONDS",
+            "time to finish a write when the client names none"),
+    Setting("limits", "write_max_s", "write_max_s", 600, number(0.1, DAY, "seconds"), "SECONDS",
+            "the longest time to finish a write"),
+    Setting("limits", "write_share", "write_share", 0.25, number(0.001, 1, "of the arena"), "SHARE",
+            "most of the arena that unfinished writes of one session may hold"),
+    Setting("limits", "lease_share", "lease_share", 0.5, number(0.001, 1, "of the arena"), "SHARE",
+            "most of the arena that leases of one session may hold"),
+    Setting("namespaces", "", "namespaces", [], namespaces, "RULES",
+            "who belongs to which namespace: name=NAME,uids=1001+1002,gids=100,token_file=PATH;… "
+            "(the daemon's own uid and root: `default`)"),
+    Setting("admin", "uids", "admin_uids", [], identifiers, "UIDS",
+            "uids with the admin role beside the daemon's own and root"),
+    Setting("admin", "group", "admin_group", "", text, "GROUP",
+            "a group, by name or number, whose members have the admin role"),
+    Setting("tcp", "endpoint", "tcp_endpoint", "", endpoint, "tcp://ADDRESS:PORT",
+            "serve inline clients over TCP too, with CURVE; empty: off"),
+    Setting("tcp", "secret_key_file", "tcp_secret_key_file", "", maybe_path, "PATH",
+            "file with the daemon's CURVE secret key (Z85, 40 characters)"),
+    Setting("tcp", "clients_file", "tcp_clients_file", "", maybe_path, "PATH",
+            "file with a line PUBLIC_KEY NAMESPACE for each client that may connect"),
+    Setting("tcp", "heartbeat_s", "tcp_heartbeat_s", 2, number(0.05, 600, "seconds"), "SECONDS",
+            "interval of ZMTP heartbeats; a peer that misses three is dead"),
+)  # fmt: skip
+
+_BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+
+def find_setting(name: str) -> Setting | None:
+    """The setting with this dotted name, or None."""
+    return _BY_NAME.get(name)

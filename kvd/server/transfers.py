@@ -1,0 +1,172 @@
+"""The worker threads: everything that touches the bytes of a payload.
+
+The law of this module: a worker touches payload bytes and nothing else. It gets a job, runs it and
+puts the job's completion into one queue that the loop drains; an eventfd wakes the loop. A job
+always completes, with a result or as failed: whatever it raises is logged and is its failure.
+A worker that is stuck in one job is reported once and a spare one takes its place, so that one
+stuck call (a page that can't be read, a driver that hangs) stops neither the loop nor other jobs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Job", "Transfers"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """`run` is called in a worker; `done(result)` in the loop, with None if `run` failed."""
+
+    what: str  # for people: "seal record 17"
+    run: Callable[[], Any]
+    done: Callable[[Any], None]
+    background: bool = False  # goes after all that is not
+    result: Any = None
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    thread: threading.Thread
+    job: Job | None = None
+    since: float = 0.0
+    reported: bool = False
+    retire: bool = False
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    done: int = 0
+    failed: int = 0
+    stuck: int = 0  # workers that were reported
+    jobs: dict[str, int] = field(default_factory=dict)
+
+
+class Transfers:
+    """A small pool with a queue each way. All methods are for the loop's thread."""
+
+    def __init__(self, workers: int, *, stuck_s: float) -> None:
+        self._wanted = workers
+        self._stuck_s = stuck_s
+        self._ready = threading.Condition()
+        self._urgent: deque[Job] = deque()
+        self._background: deque[Job] = deque()
+        self._finished: deque[Job] = deque()  # appended by workers, popped by the loop
+        self._workers: list[_Worker] = []
+        self._closed = False
+        self._number = 0
+        self.counters = TransferCounters()
+        self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        for _ in range(workers):
+            self._start()
+
+    def submit(self, job: Job) -> None:
+        with self._ready:
+            (self._background if job.background else self._urgent).append(job)
+            self._ready.notify()
+
+    @property
+    def pending(self) -> int:
+        """Jobs that are queued or running, background ones too."""
+        running = sum(worker.job is not None for worker in self._workers)
+        return len(self._urgent) + len(self._background) + running + len(self._finished)
+
+    def drain(self) -> int:
+        """Hand finished jobs to their `done`; how many. Called when `wakeup` is readable."""
+        try:
+            os.eventfd_read(self.wakeup)
+        except BlockingIOError:
+            pass
+        count = 0
+        while self._finished:
+            job = self._finished.popleft()
+            count += 1
+            if job.failed:
+                self.counters.failed += 1
+            else:
+                self.counters.done += 1
+            job.done(job.result)
+        return count
+
+    def watch(self, now_s: float) -> list[str]:
+        """Report and replace workers that are stuck; what they do. Call about once a second."""
+        found: list[str] = []
+        for worker in list(self._workers):
+            job, since = worker.job, worker.since
+            if job is None or worker.reported or now_s - since < self._stuck_s:
+                continue
+            worker.reported = True
+            self.counters.stuck += 1
+            found.append(f"{worker.thread.name} in {job.what} for {now_s - since:.1f} s")
+            log.error("worker stuck: %s; a spare one takes its place", found[-1])
+            if len(self._workers) < 4 * self._wanted:
+                self._start()
+        return found
+
+    @property
+    def stuck(self) -> int:
+        """Workers that are stuck now."""
+        return sum(worker.reported for worker in self._workers)
+
+    def close(self, timeout_s: float) -> bool:
+        """Stop: jobs that run may finish within the time, queued ones are dropped. Whether all
+        workers ended; those that didn't are daemon threads and end with the process."""
+        with self._ready:
+            self._closed = True
+            self._urgent.clear()
+            self._background.clear()
+            self._ready.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for worker in list(self._workers):
+            worker.thread.join(max(0.0, deadline - time.monotonic()))
+        ended = not any(worker.thread.is_alive() for worker in self._workers)
+        if ended:
+            os.close(self.wakeup)
+            self.wakeup = -1
+        return ended
+
+    # -- workers --------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._number += 1
+        worker = _Worker(threading.Thread(name=f"kvd-transfer-{self._number}", daemon=True))
+        worker.thread.run = lambda: self._work(worker)  # type: ignore[method-assign]
+        self._workers.append(worker)
+        worker.thread.start()
+
+    def _next(self, worker: _Worker) -> Job | None:
+        with self._ready:
+            while not self._closed and not worker.retire:
+                if self._urgent or self._background:
+                    worker.since = time.monotonic()
+                    worker.job = (self._urgent or self._background).popleft()
+                    return worker.job
+                self._ready.wait()
+            return None
+
+    def _work(self, worker: _Worker) -> None:
+        while (job := self._next(worker)) is not None:
+            try:
+                job.result = job.run()
+            except Exception:  # the boundary of a job: its failure must not end the worker
+                log.exception("transfer failed: %s", job.what)
+                job.failed = True
+            with self._ready:
+                worker.job = None
+                self._finished.append(job)
+                if worker.reported:  # its spare is there: one of the two is too many
+                    worker.reported = False
+                    worker.retire = True
+                    self._workers.remove(worker)
+                if self.wakeup >= 0:
+                    os.eventfd_write(self.wakeup, 1)
