@@ -106,7 +106,8 @@ def version(
             daemon = {"version": info.version, "instance": info.instance}
         except Unavailable as error:
             away = "away"
-            output.note(clean(error), style="dim") if not output.as_json else None
+            if not output.as_json:
+                output.note(clean(error), style="dim")
         except KvdError as error:
             away = clean(error)
     if output.as_json:

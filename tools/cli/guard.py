@@ -98,7 +98,7 @@ def _invoke(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        if _is_output(error):
+        if error.filename is None:  # no file: it was our own output that failed
             raise
         _complain(argv, "failed", f"{error}")
         return FAILED
@@ -112,23 +112,6 @@ def _invoke(argv: Sequence[str]) -> int:
 
 def _away(error: Unavailable) -> str:
     return f"{error or 'no daemon answered'} (is kvd running? --socket or KVD_SOCKET names it)"
-
-
-def _is_output(error: OSError) -> bool:
-    """Whether standard output itself is what failed: full disk, closed descriptor."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        return True
-    return error.filename is None and error.errno is not None and not _writable()
-
-
-def _writable() -> bool:
-    try:
-        os.fstat(sys.stdout.fileno())
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _complain(argv: Sequence[str], code: str, message: str) -> None:

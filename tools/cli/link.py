@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvd.errors import AuthError, Unavailable
+from kvd.wire import messages
 from kvd.wire.messages import Selector
 from kvd.wire.paths import attach_path, default_socket, short_address
 
@@ -97,24 +98,42 @@ class Link:
         rows: list[Row] = []
         at: int | None = cursor
         while at is not None and (not limit or len(rows) < limit):
-            wanted = min(_PAGE, limit - len(rows)) if limit else _PAGE
-            result = self.client.list(level, Selector(**conditions), limit=wanted, cursor=at)
-            rows.extend(result.rows)
-            at = result.cursor
+            part = self._list(level, conditions, limit - len(rows) if limit else _PAGE, at)
+            rows.extend(part.rows)
+            at = part.cursor
         return Page(rows, at)
 
     def rows(self, level: str, conditions: Conditions) -> Iterator[Row]:
         """Every row of a level, page by page."""
         at: int | None = 0
         while at is not None:
-            result = self.client.list(level, Selector(**conditions), limit=_PAGE, cursor=at)
-            yield from result.rows
-            at = result.cursor
+            part = self._list(level, conditions, _PAGE, at)
+            yield from part.rows
+            at = part.cursor
+
+    def _list(self, level: str, conditions: Conditions, limit: int, cursor: int) -> Page:
+        message = messages.List(level, Selector(**conditions), cursor, min(limit, _PAGE))
+        reply = self.client.submit(message).result()
+        assert isinstance(reply, messages.ListReply)
+        return Page(list(reply.rows), reply.cursor)
 
     def evict(self, conditions: Conditions, *, dry_run: bool) -> Iterator[Evicted]:
         """Evict slice by slice; each slice is yielded as it is done, so that what has really gone
         is known even when a later one fails."""
-        raise NotImplementedError
+        at: int | None = 0
+        while at is not None:
+            message = messages.Evict(Selector(**conditions), dry_run, at, _PAGE)
+            reply = self.client.submit(message).result()
+            assert isinstance(reply, messages.EvictReply)
+            yield Evicted(
+                reply.matched,
+                reply.evicted,
+                reply.leased,
+                reply.writing,
+                reply.bytes,
+                tuple(reply.named),
+            )
+            at = reply.cursor
 
 
 def _knock(path: str) -> None:
