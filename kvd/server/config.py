@@ -175,7 +175,7 @@ def _from_file(file: str) -> Iterator[tuple[Setting, object, str]]:
             document = tomllib.load(stream)
     except OSError as error:
         raise ConfigError(f"config file {file}: {error.strerror}; give another --config") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of too many digits
         raise ConfigError(f"config file {file}: not valid TOML: {error}") from None
     origin = f"file {file}"
     sections = {setting.section for setting in SETTINGS}
@@ -213,11 +213,12 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Setting, obj
 def _unknown(name: str, where: str) -> ConfigError:
     names = [setting.name for setting in SETTINGS]
     key = name.rpartition(".")[2]
-    same_key = [known for known in names if known.rpartition(".")[2] == key]
+    keys = {known.rpartition(".")[2]: known for known in names}
+    near_key = _nearest(key, list(keys))
     near = (
-        (same_key[0] if same_key else None)
-        or _nearest(name, names)
+        (keys[near_key] if near_key else None)
         or _by_other_words(key.lower(), lambda setting: setting.name)
+        or _nearest(name, names)
     )
     hint = f"; the nearest is {near}" if near else "; `kvd --help` lists all settings"
     return ConfigError(f"{where}: unknown key {name}{hint}")

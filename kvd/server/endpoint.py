@@ -14,7 +14,7 @@ import fcntl
 import os
 import socket as sockets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from kvd.errors import ConfigError
 from kvd.wire.paths import attach_path, check_socket_path, make_socket_dir, short_address
@@ -185,21 +185,9 @@ def _what(mode: int) -> str:
 
 
 def _answers(path: str) -> bool:
-    """Whether somebody listens there: asked with the two types that stand at our paths."""
-    return any(_connects(path, kind) for kind in (sockets.SOCK_STREAM, sockets.SOCK_SEQPACKET))
-
-
-def _connects(path: str, kind: int) -> bool:
-    with _closing(sockets.socket(sockets.AF_UNIX, kind | sockets.SOCK_NONBLOCK)) as probe:
+    """Whether a live socket stands there. Only a refused connection proves that none does: a full
+    backlog, or a socket of another type, is somebody's."""
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+        probe.setblocking(False)
         with short_address(path) as address:
-            error = probe.connect_ex(address)
-    # a full backlog is a listener too; the wrong type of socket is somebody else's
-    return error in (0, errno.EAGAIN, errno.EINPROGRESS)
-
-
-@contextlib.contextmanager
-def _closing(probe: sockets.socket) -> Iterator[sockets.socket]:
-    try:
-        yield probe
-    finally:
-        probe.close()
+            return probe.connect_ex(address) not in (errno.ECONNREFUSED, errno.ENOENT)

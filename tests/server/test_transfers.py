@@ -1,0 +1,114 @@
+"""The worker threads: a stuck one is reported and replaced, and nothing waits for it."""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvd.server.transfers import Job, Transfers
+
+
+@pytest.fixture
+def transfers() -> Iterator[Transfers]:
+    pool = Transfers(2, stuck_s=0.2)
+    yield pool
+    assert pool.close(5)
+
+
+def finish(pool: Transfers, count: int, timeout_s: float = 10) -> None:
+    end = time.monotonic() + timeout_s
+    while count > 0:
+        assert time.monotonic() < end
+        select.select([pool.wakeup], [], [], 0.1)
+        count -= pool.drain()
+
+
+def test_a_job_runs_in_a_worker_and_is_done_in_the_loop(transfers: Transfers) -> None:
+    ran: list[str] = []
+    done: list[tuple[str, object]] = []
+    job = Job(
+        "one",
+        lambda: ran.append(threading.current_thread().name) or 7,
+        lambda result: done.append((threading.current_thread().name, result)),
+    )
+    transfers.submit(job)
+    finish(transfers, 1)
+    assert done == [("MainThread", 7)]
+    assert ran[0].startswith("kvd-transfer-")
+    assert transfers.pending == 0
+
+
+def test_a_job_that_raises_is_failed_and_its_worker_goes_on(
+    transfers: Transfers, caplog: pytest.LogCaptureFixture
+) -> None:
+    done: list[object] = []
+
+    def fail() -> None:
+        raise OSError("no bytes")
+
+    with caplog.at_level(logging.CRITICAL):
+        for _ in range(4):
+            transfers.submit(Job("fails", fail, done.append))
+        transfers.submit(Job("works", lambda: 1, done.append))
+        finish(transfers, 5)
+    assert sorted(map(str, done)) == ["1", "None", "None", "None", "None"]
+    assert transfers.counters.failed == 4
+
+
+def test_background_jobs_let_the_others_pass() -> None:
+    pool = Transfers(1, stuck_s=60)
+    order: list[str] = []
+    gate = threading.Event()
+    pool.submit(Job("gate", gate.wait, lambda r: None))
+    pool.submit(Job("seal", lambda: order.append("seal"), lambda r: None, background=True))
+    pool.submit(Job("verify", lambda: order.append("verify"), lambda r: None))
+    gate.set()
+    finish(pool, 3)
+    assert order == ["verify", "seal"]
+    assert pool.close(5)
+
+
+def test_stuck_workers_are_reported_once_and_others_do_their_work(
+    transfers: Transfers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """K99"""
+    gate = threading.Event()
+    for number in range(2):
+        transfers.submit(Job(f"stuck {number}", gate.wait, lambda r: None))
+    with caplog.at_level(logging.ERROR):
+        end = time.monotonic() + 10
+        found: list[str] = []
+        while len(found) < 2:
+            assert time.monotonic() < end
+            found += transfers.watch(time.monotonic())
+            time.sleep(0.02)
+    assert transfers.stuck == 2
+    assert transfers.watch(time.monotonic() + 100) == []
+    assert "stuck 0" in caplog.text and "stuck 1" in caplog.text
+    done: list[object] = []
+    transfers.submit(Job("next", lambda: "served", done.append))
+    finish(transfers, 1)
+    assert done == ["served"]
+    gate.set()
+    finish(transfers, 2)
+    assert transfers.stuck == 0
+    names = [t.name for t in threading.enumerate() if t.name.startswith("kvd-transfer-")]
+    assert len(names) <= 4
+
+
+def test_close_gives_up_on_a_worker_that_does_not_end() -> None:
+    pool = Transfers(1, stuck_s=60)
+    gate = threading.Event()
+    pool.submit(Job("stuck", gate.wait, lambda r: None))
+    begun = time.monotonic()
+    while pool.pending and not any(w.job for w in pool._workers):
+        time.sleep(0.005)
+    assert not pool.close(0.1)
+    assert time.monotonic() - begun < 5
+    gate.set()
+    assert pool.close(5)
