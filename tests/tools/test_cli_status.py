@@ -86,9 +86,7 @@ def test_no_declared_counter_is_left_out() -> None:
     counters: dict[str, Any] = {}
     for number, metric in enumerate(METRICS.values()):
         count = 1_000_003 + number
-        counters[metric.name] = (
-            dict.fromkeys(metric.values, count) if metric.values else count
-        )
+        counters[metric.name] = dict.fromkeys(metric.values, count) if metric.values else count
         if metric.kind is MetricKind.COUNTER and metric.values:
             counters[metric.name] = {value: count for value in metric.values}
     text = shown(stat(counters=counters))

@@ -139,8 +139,10 @@ def _data_tables(result: dict[str, Any]) -> list[Table]:
             f"{case['cpu_s_per_gb']:.3f}",
         )
     daemon = _table("the daemon's CPU while 1 GB/s is stored", "", ">% of a core")
-    for name, key in (("without sealing", "daemon_cpu_pct_at_1gbps"),
-                      ("with sealing", "daemon_cpu_pct_sealing")):
+    for name, key in (
+        ("without sealing", "daemon_cpu_pct_at_1gbps"),
+        ("with sealing", "daemon_cpu_pct_sealing"),
+    ):
         daemon.add_row(name, "-" if result[key] is None else f"{result[key]:.1f}")
     return [table, daemon]
 
@@ -154,8 +156,9 @@ def _control_tables(result: dict[str, Any]) -> list[Table]:
             f"{row['p50_ms']:.3f}",
             f"{row['p99_ms']:.3f}",
         )
-    table.add_row("-", "bare ZMQ", f"{result['zmq_rtt_p50_ms']:.3f}",
-                  f"{result['zmq_rtt_p99_ms']:.3f}")
+    table.add_row(
+        "-", "bare ZMQ", f"{result['zmq_rtt_p50_ms']:.3f}", f"{result['zmq_rtt_p99_ms']:.3f}"
+    )
     rates = _table("pipelined, a second", "", ">")
     rates.add_row("single-key lookups", f"{result['pipelined_lookups_per_s']:,.0f}")
     rates.add_row("bare ZMQ echo", f"{result['zmq_pipelined_per_s']:,.0f}")

@@ -127,9 +127,7 @@ def _pipelined(client: Client, handle: SpecHandle, chains: list[Chain], count: i
     def ask() -> Any:
         key, mark = next(keys)
         return client.submit(
-            messages.Lookup(
-                spec_digest, int(Kind.PREFIX), (0,), key, mark, 0, 0, parent, 0, 0
-            )
+            messages.Lookup(spec_digest, int(Kind.PREFIX), (0,), key, mark, 0, 0, parent, 0, 0)
         )
 
     begin = time.perf_counter()

@@ -88,8 +88,9 @@ def _run_layout(
         with Client(daemon.socket, timeout_s=60, name="kvd-bench", prefault=True) as client:
             handle = client.register(spec(layout_name, shape.chunk_bytes))
             return [
-                _run_case(daemon, client, handle, Case(shape, layout_name, mode), layout, slots,
-                          rounds)
+                _run_case(
+                    daemon, client, handle, Case(shape, layout_name, mode), layout, slots, rounds
+                )
                 for mode in modes
             ]
     finally:
@@ -161,9 +162,7 @@ def _run_case(
 class Moves:
     """The product's ways to move all chunks of a layout."""
 
-    def __init__(
-        self, client: Client, handle: SpecHandle, layout: Layout, batch: int
-    ) -> None:
+    def __init__(self, client: Client, handle: SpecHandle, layout: Layout, batch: int) -> None:
         self._client = client
         self._spec = handle
         self._layout = layout

@@ -7,14 +7,18 @@ import platform
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import TextIO
 
 
 def facts() -> list[tuple[str, str]]:
     """Name and value of each fact that a reader needs to compare figures."""
     return [
         ("cpu", f"{_cpu_model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable"),
-        ("memory", f"{_meminfo('MemTotal') / 2**30:.1f} GiB, "
-                   f"{_meminfo('MemAvailable') / 2**30:.1f} GiB available"),
+        (
+            "memory",
+            f"{_meminfo('MemTotal') / 2**30:.1f} GiB, "
+            f"{_meminfo('MemAvailable') / 2**30:.1f} GiB available",
+        ),
         ("/dev/shm", _shm()),
         ("huge pages", f"anonymous {_choice('enabled')}, shared {_choice('shmem_enabled')}"),
         ("load", " ".join(f"{one:.2f}" for one in os.getloadavg())),
@@ -27,11 +31,11 @@ def facts() -> list[tuple[str, str]]:
     ]
 
 
-def say(stream: object = None) -> None:
+def say(stream: TextIO | None = None) -> None:
     """Print the facts (to standard error, so that JSON on standard output stays alone)."""
     width = max(len(name) for name, _ in facts())
     for name, value in facts():
-        print(f"{name:<{width}}  {value}", file=stream or sys.stderr)  # type: ignore[call-overload]
+        print(f"{name:<{width}}  {value}", file=stream or sys.stderr)
 
 
 def _cpu_model() -> str:

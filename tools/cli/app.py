@@ -87,9 +87,7 @@ def ping(
 @click.command()
 @connection
 @click.pass_context
-def version(
-    ctx: click.Context, socket: str | None, timeout: float | None, as_json: bool
-) -> None:
+def version(ctx: click.Context, socket: str | None, timeout: float | None, as_json: bool) -> None:
     """Versions of this tool, of the protocol and of the daemon, if one is there.
 
     \b

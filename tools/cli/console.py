@@ -114,4 +114,3 @@ def _plain(value: object) -> Any:
     if isinstance(value, set | frozenset | tuple):
         return list(value)
     return str(value)
-

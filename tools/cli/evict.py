@@ -36,17 +36,29 @@ _KEYS_A_REQUEST = 1024
 @click.command()
 @click.argument("keys", nargs=-1, type=HexKey(), metavar="[KEY]...")
 @click.option(
-    "--key", "more_keys", multiple=True, type=HexKey(), metavar="KEY",
+    "--key",
+    "more_keys",
+    multiple=True,
+    type=HexKey(),
+    metavar="KEY",
     help="This chunk, as KEY; may be abbreviated.",
 )
 @click.option(
-    "--prefix", "--subtree", "prefix", type=HexKey(), metavar="KEY",
+    "--prefix",
+    "--subtree",
+    "prefix",
+    type=HexKey(),
+    metavar="KEY",
     help="This chunk and all that continue it.",
 )
 @click.option("--key-prefix", type=HexKey(), metavar="HEX", help="All keys that start so.")
 @filters
 @click.option(
-    "--older-than", "--idle", "idle", type=Duration(), metavar="DURATION",
+    "--older-than",
+    "--idle",
+    "idle",
+    type=Duration(),
+    metavar="DURATION",
     help="Not stored or used for at least this long.",
 )
 @click.option("--all", "everything", is_flag=True, help="All chunks (of the filters, if given).")

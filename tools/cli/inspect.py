@@ -138,7 +138,11 @@ def _parent(row: Row) -> str:
     "--key", "--key-prefix", "key", type=HexKey(), metavar="HEX", help="Keys that start so."
 )
 @click.option(
-    "--prefix", "--subtree", "prefix", type=HexKey(), metavar="KEY",
+    "--prefix",
+    "--subtree",
+    "prefix",
+    type=HexKey(),
+    metavar="KEY",
     help="This chunk and all that continue it.",
 )
 @click.option(
@@ -148,11 +152,17 @@ def _parent(row: Row) -> str:
     "--age", type=Duration(), metavar="DURATION", help="Stored at least this long ago (chunks)."
 )
 @click.option(
-    "--limit", type=click.IntRange(min=0), default=_DEFAULT_LIMIT, show_default=True,
+    "--limit",
+    type=click.IntRange(min=0),
+    default=_DEFAULT_LIMIT,
+    show_default=True,
     help="Rows at most; 0 for all.",
 )
 @click.option(
-    "--cursor", type=click.IntRange(min=0), default=0, metavar="N",
+    "--cursor",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
     help="Go on where an earlier page ended.",
 )
 @click.option("--full", is_flag=True, help="Keys in full, not abbreviated.")
@@ -256,12 +266,7 @@ def _show(output: Output, level: str, rows: list[Row], full: bool) -> None:
     columns = [column for column in _COLUMNS[level] if _worth(column, rows)]
     table = output.table("", *(column.head for column in columns))
     for row in rows:
-        table.add_row(
-            *(
-                cell(_shown(column, row, full), column.style)
-                for column in columns
-            )
-        )
+        table.add_row(*(cell(_shown(column, row, full), column.style) for column in columns))
     output.show(table)
 
 

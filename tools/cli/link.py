@@ -45,7 +45,14 @@ class Evicted(NamedTuple):
     named: tuple[Row, ...] = ()
 
     def plus(self, other: Evicted) -> Evicted:
-        return Evicted(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return Evicted(
+            self.matched + other.matched,
+            self.evicted + other.evicted,
+            self.leased + other.leased,
+            self.writing + other.writing,
+            self.bytes + other.bytes,
+            self.named + other.named,
+        )
 
 
 class Link:

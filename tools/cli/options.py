@@ -88,9 +88,7 @@ def connection(command: F) -> F:
 def filters(command: F) -> F:
     """Which chunks: all given conditions hold."""
     for option in (
-        click.option(
-            "--state", type=click.Choice(STATES), help="Only chunks in this state."
-        ),
+        click.option("--state", type=click.Choice(STATES), help="Only chunks in this state."),
         click.option("--tier", metavar="NAME", help="Only chunks in this tier (dram)."),
         click.option(
             "--kind", type=click.Choice(list(KINDS)), help="Chained or content-keyed chunks."

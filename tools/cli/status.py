@@ -53,7 +53,7 @@ def render(
 ) -> list[RenderableType]:
     """The parts of the screen, from the answer to a stat."""
     book = Book(stat)
-    parts = [_head(stat, socket, admin), _tiers(output, stat), _facts(output, book)]
+    parts: list[RenderableType] = [_head(stat, socket, admin), _tiers(output, stat), _facts(output, book)]
     if (unknown := book.unread()) is not None:
         parts.append(unknown)
     return parts
@@ -316,8 +316,12 @@ def _loop(loop: Mapping[str, Any]) -> Text | None:
     """The loop's own figures, whatever they are: `_s`, `_ms` and `_bytes` names with units."""
     if not loop:
         return None
-    return _join(*(f"{clean(name.rpartition('_')[0] or name).replace('_', ' ')} "
-                   f"{_with_unit(name, value)}" for name, value in loop.items()))
+    return _join(
+        *(
+            f"{clean(name.rpartition('_')[0] or name).replace('_', ' ')} {_with_unit(name, value)}"
+            for name, value in loop.items()
+        )
+    )
 
 
 def _with_unit(name: str, value: Any) -> str:

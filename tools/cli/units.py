@@ -43,7 +43,7 @@ def format_duration(seconds: float | None) -> str:
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"
-    parts = []
+    parts: list[str] = []
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
         amount, whole = divmod(whole, size)
         if amount or parts:
