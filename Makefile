@@ -48,11 +48,11 @@ test: $(VENV)/.models  ## every test that needs neither a GPU nor an engine
 	$(PY) -m pytest -m 'not gpu and not engine' --color=no --durations=10 $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev  ## ruff, and mypy over the package as it is installed
-	$(VENV)/bin/ruff check .
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/kvd
 	@ln -s $(CURDIR)/kvd/* $(CURDIR)/tiers $(CURDIR)/eviction $(CURDIR)/connectors $(CURDIR)/tools $(TYPED)/kvd/
+	$(VENV)/bin/ruff check .; ruff=$$?; \
 	cd $(TYPED) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml \
-		--cache-dir $(CURDIR)/.mypy_cache -p kvd
+		--cache-dir $(CURDIR)/.mypy_cache -p kvd && exit $$ruff
 
 demo: $(VENV)/.demo  ## a real model answers over a document: cold, warm, and after the daemon was killed
 	$(PY) -m kvd.tools.demo $(if $(JSON),--json '$(JSON)')
