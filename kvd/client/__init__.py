@@ -1,0 +1,31 @@
+"""What connectors and tools use to talk to a daemon.
+
+The law of this package: nothing here blocks beyond a call's deadline, needs a thread of its own,
+or survives a fork. Bytes go through shared memory; the daemon is asked where.
+"""
+
+from kvd.client.call import Call
+from kvd.client.client import Client, SpecHandle
+from kvd.client.handles import Lease, Lookup, Reservation, Transfer
+from kvd.client.settings import Counters, Curve, Info
+from kvd.client.stream import as_bytes, copy_into, copy_out
+from kvd.wire.messages import EvictReply, ListReply, Selector
+
+__all__ = [
+    "Call",
+    "Client",
+    "Counters",
+    "Curve",
+    "EvictReply",
+    "Info",
+    "Lease",
+    "ListReply",
+    "Lookup",
+    "Reservation",
+    "Selector",
+    "SpecHandle",
+    "Transfer",
+    "as_bytes",
+    "copy_into",
+    "copy_out",
+]

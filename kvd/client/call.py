@@ -1,0 +1,120 @@
+"""One request on its way.
+
+The law of this module: a call ends exactly once, with an answer or with an error, at its deadline
+at the latest. Until then it belongs to its channel, and its fields change only under the channel's
+lock; afterwards nothing changes but the decoded value, which is the same whoever decodes it.
+"""
+
+from __future__ import annotations
+
+import time
+from _thread import LockType
+from typing import TYPE_CHECKING
+
+from kvd.errors import KvdError
+from kvd.wire.messages import OP_OF, Reply, Request, decode_error, decode_reply, encode_request
+from kvd.wire.ops import FrameFlag
+
+if TYPE_CHECKING:
+    from kvd.client.channel import Channel
+    from kvd.client.link import Link
+
+
+class Call:
+    """A request that was submitted. `result()` waits for its answer."""
+
+    __slots__ = (
+        "_channel",
+        "_decoded",
+        "body",
+        "collected",
+        "deadline_ns",
+        "done",
+        "error",
+        "flags",
+        "frames",
+        "internal",
+        "link",
+        "message",
+        "newer",
+        "op",
+        "payload",
+        "raw",
+        "request",
+        "resend_ns",
+        "resend_pause_ns",
+        "serial",
+        "tracked",
+        "tries",
+        "waiter",
+    )
+
+    def __init__(
+        self,
+        channel: Channel,
+        message: Request,
+        payload: tuple[bytes | memoryview, ...],
+        deadline_ns: int,
+        serial: int | None,
+        *,
+        tracked: bool = False,
+        internal: bool = False,
+    ) -> None:
+        self._channel = channel
+        self._decoded: Reply | None = None
+        self.message = message
+        self.op = int(OP_OF[type(message)])
+        self.body = encode_request(message)
+        self.payload = payload  # copied when it is sent
+        self.deadline_ns = deadline_ns  # CLOCK_MONOTONIC of this process
+        self.serial = serial  # the session that its handles belong to; None: any
+        self.tracked = tracked  # poll() returns it when it is done
+        self.internal = internal  # nobody waits for it
+        self.link: Link | None = None  # that answered
+        self.request = 0  # id within the session in which it was sent last; 0: not sent
+        self.tries = 0  # sessions in which it was sent
+        self.resend_ns = 0
+        self.resend_pause_ns = 0
+        self.waiter: LockType | None = None  # released when it is done
+        self.done = False
+        self.collected = False  # result() was called before poll() returned it
+        self.error: KvdError | None = None
+        self.raw: bytes = b""
+        self.flags = 0
+        self.newer = False
+        self.frames: list[bytes] = []  # inline payload of the answer
+
+    def answer(self) -> Reply:
+        """The answer of a call that is done; raises its error."""
+        if self.error is not None:
+            raise self.error
+        if self._decoded is None:
+            if self.flags & FrameFlag.ERROR:
+                self.error = decode_error(self.raw)
+                raise self.error
+            self._decoded = decode_reply(self.op, self.raw, newer=self.newer)
+        return self._decoded
+
+    def result(self, timeout_s: float | None = None) -> Reply:
+        """The answer. Waits until the call's deadline, or at most `timeout_s` seconds.
+
+        Raises the typed error that the daemon answered, Unavailable when no answer came by the
+        deadline, TimeoutError when `timeout_s` passed before it (the call then goes on).
+        """
+        if not self.done:
+            until_ns = self.deadline_ns
+            if timeout_s is not None:
+                until_ns = min(until_ns, time.monotonic_ns() + int(timeout_s * 1e9))
+            self._channel.wait(self, until_ns)
+            if not self.done:
+                raise TimeoutError(f"no answer within {timeout_s} s; the call goes on")
+        self.collected = True
+        return self.answer()
+
+    def cancel(self) -> None:
+        """Give the call up. What a late answer grants is given back."""
+        self._channel.abandon(self)
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else "pending"
+        return f"<Call {type(self.message).__name__} request={self.request} {state}>"

@@ -1,0 +1,378 @@
+"""Stores and loads of many chunks that hide the round trips.
+
+The law of this module: one batch is always asked for ahead of the one that is copied; every commit
+is acknowledged before the call returns; nothing that a load delivered is called OK before its
+lease, epoch and generation were checked after its last byte. An outcome is FAILED until then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from kvd.chunk import NO_PARENT, Kind, Outcome, payload_digest
+from kvd.client.call import Call
+from kvd.client.handles import Lookup, Reservation, Transfer
+from kvd.errors import ArenaError, LeaseLost, ProtocolError
+from kvd.wire import LookupFlag
+from kvd.wire import messages as m
+
+if TYPE_CHECKING:
+    from kvd.client.client import Client
+
+Copier = Callable[[int, memoryview], object] | Sequence[Any]
+_COMMITS = 2  # in flight while the next batch is copied
+_NO_ROOM = (Outcome.OVER_QUOTA, Outcome.NO_SPACE)
+
+
+class Keys(NamedTuple):
+    """What stands in every request of a stream, packed."""
+
+    spec: bytes
+    kind: int
+    shards: tuple[int, ...]
+    hashes: bytes
+    fingerprints: bytes | None
+    parent: bytes
+    index0: int
+    tokens: bytes | None
+    pos0: bytes | None
+
+    @property
+    def keys(self) -> int:
+        """How many."""
+        return len(self.hashes) // 32
+
+    def parent_of(self, begin: int) -> bytes:
+        """The hash before key `begin` in its chain."""
+        if self.kind == Kind.CONTENT:
+            return NO_PARENT
+        return self.hashes[32 * (begin - 1) : 32 * begin] if begin else self.parent
+
+    def part(self, field: str, each: int, begin: int, end: int) -> bytes | None:
+        value: bytes | None = getattr(self, field)
+        return None if value is None else value[each * begin : each * end]
+
+
+class Batch(NamedTuple):
+    """Keys [begin, end), asked for. `alone`: nothing of this stream was held meanwhile."""
+
+    begin: int
+    end: int
+    call: Call
+    alone: bool
+
+
+def as_bytes(buffer: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Any C-contiguous buffer, array or CPU tensor as flat bytes, without a copy. ValueError if
+    it is not contiguous."""
+    if hasattr(buffer, "untyped_storage"):  # a torch tensor: numpy does not know all its dtypes
+        import torch
+
+        if not buffer.is_contiguous() or buffer.device.type != "cpu":
+            raise ValueError("a contiguous tensor on the CPU is due")
+        return np.asarray(buffer.detach().reshape(-1).view(torch.uint8).numpy())
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise ValueError("a C-contiguous buffer is due")
+    return np.frombuffer(view.cast("B"), dtype=np.uint8)
+
+
+def copy_into(target: memoryview, source: Any) -> None:
+    """Copy all of `source` into `target`, without the GIL. ValueError if the sizes differ."""
+    data = as_bytes(source)
+    if data.nbytes != target.nbytes:
+        raise ValueError(f"the chunk has {target.nbytes} bytes, the buffer {data.nbytes}")
+    np.copyto(np.frombuffer(target, dtype=np.uint8), data)
+
+
+def copy_out(source: memoryview, target: Any) -> None:
+    """Copy all of `source` into the buffer `target`. ValueError if it is too small."""
+    data = as_bytes(target)
+    if data.nbytes < source.nbytes:
+        raise ValueError(f"the chunk has {source.nbytes} bytes, the buffer {data.nbytes}")
+    np.copyto(data[: source.nbytes], np.frombuffer(source, dtype=np.uint8))
+
+
+class _Stream:
+    """What a store and a load have in common."""
+
+    def __init__(self, client: Client, keys: Keys, copier: Copier, batch: int) -> None:
+        self.client = client
+        self.keys = keys
+        self.width = len(keys.shards)
+        self.batch = max(1, batch)
+        self.outcomes = [Outcome.FAILED] * (keys.keys * self.width)
+        self.copier = copier if callable(copier) else None
+        self.buffers: Sequence[Any] = () if callable(copier) else copier
+        if self.copier is None and len(self.buffers) != len(self.outcomes):
+            raise ValueError(f"{len(self.outcomes)} buffers are due, {len(self.buffers)} came")
+
+    def rest(self, begin: int, outcome: Outcome) -> None:
+        """Keys from `begin` on were not tried, because of this."""
+        first = begin * self.width
+        self.outcomes[first:] = [outcome] * (len(self.outcomes) - first)
+
+
+class Store(_Stream):
+    """One streamed store."""
+
+    def __init__(
+        self,
+        client: Client,
+        keys: Keys,
+        fill: Copier,
+        batch: int,
+        *,
+        flags: int,
+        ttl_ns: int,
+        seal: bool,
+    ) -> None:
+        super().__init__(client, keys, fill, batch)
+        self._flags = flags
+        self._ttl_ns = ttl_ns
+        self._seal = seal
+        self._commits: deque[tuple[int, Reservation, Call]] = deque()
+
+    def run(self, deadline_ns: int) -> list[Outcome]:
+        """All of it: one outcome a result."""
+        self._deadline_ns = deadline_ns
+        ahead: Batch | None = self._ask(0, alone=True)
+        held: Reservation | None = None
+        try:
+            while ahead is not None:
+                now, ahead = ahead, None
+                held = self.client.reservation_of(now.call)
+                following = self._note(now, held)
+                if following == now.end:
+                    ahead = self._ask(following, alone=False)
+                self._fill(now.begin * self.width, held)
+                held = None
+                if ahead is None and following < self.keys.keys:
+                    self._collect(0)  # our own unfinished writes were in the way
+                    ahead = self._ask(following, alone=True)
+                self._collect(_COMMITS)
+            self._collect(0)
+        except BaseException:
+            for reservation in [held, *(entry[1] for entry in self._commits)]:
+                if reservation is not None:
+                    reservation.abort()
+            if ahead is not None:
+                ahead.call.cancel()
+            raise
+        return self.outcomes
+
+    def _ask(self, begin: int, *, alone: bool) -> Batch | None:
+        keys = self.keys
+        if begin >= keys.keys:
+            return None
+        end = min(begin + self.batch, keys.keys)
+        message = m.Reserve(
+            keys.spec,
+            keys.kind,
+            keys.shards,
+            keys.hashes[32 * begin : 32 * end],
+            keys.parent_of(begin),
+            keys.index0 + begin,
+            keys.part("fingerprints", 16, begin, end) or b"",
+            keys.part("tokens", 4, begin, end),
+            keys.part("pos0", 8, begin, end),
+            self._flags,
+            self._ttl_ns,
+        )
+        return Batch(begin, end, self.client.submit_at(message, self._deadline_ns), alone)
+
+    def _note(self, batch: Batch, reservation: Reservation) -> int:
+        """Take over what was said of each result; the key to go on from."""
+        said = reservation.outcomes
+        if len(said) != (batch.end - batch.begin) * self.width:
+            raise ProtocolError(f"{len(said)} outcomes for {batch.end - batch.begin} keys")
+        first = batch.begin * self.width
+        self.outcomes[first : first + len(said)] = [
+            Outcome.FAILED if outcome is Outcome.GRANTED else outcome for outcome in said
+        ]
+        stop = next((i for i, outcome in enumerate(said) if outcome in _NO_ROOM), None)
+        if stop is None:
+            return batch.end
+        key = batch.begin + stop // self.width
+        if not batch.alone or (said[stop] is Outcome.OVER_QUOTA and reservation.granted):
+            # What this stream holds itself was in the way. A key of which only some shards were
+            # granted is asked for again: those answer EXISTS then.
+            return key
+        self.rest(batch.end, said[stop])
+        return self.keys.keys
+
+    def _fill(self, first: int, reservation: Reservation) -> None:
+        granted = reservation.granted
+        if not granted:
+            return
+        for index in granted:
+            view = reservation.view(index)
+            if self.copier is not None:
+                self.copier(first + index, view)
+            else:
+                copy_into(view, self.buffers[first + index])
+        digests = None
+        if self._seal:
+            digests = [payload_digest(reservation.view(index)) for index in granted]
+        left_s = self.client.left_s(self._deadline_ns)
+        call = reservation.submit_commit(None, digests, timeout_s=left_s)
+        self._commits.append((first, reservation, call))
+
+    def _collect(self, keep: int) -> None:
+        """Wait for acknowledgements until at most `keep` are outstanding."""
+        while len(self._commits) > keep:
+            first, reservation, call = self._commits[0]
+            granted = reservation.granted
+            said = reservation.committed(call)
+            self._commits.popleft()
+            for index in granted:
+                self.outcomes[first + index] = said[index]
+
+
+class Load(_Stream):
+    """One streamed load."""
+
+    def __init__(
+        self,
+        client: Client,
+        keys: Keys,
+        take: Copier,
+        batch: int,
+        *,
+        every: bool,
+        lease_ns: int,
+        verify: bool,
+    ) -> None:
+        super().__init__(client, keys, take, batch)
+        self._every = every
+        self._lease_ns = lease_ns
+        self._verify = verify
+
+    def run(self, deadline_ns: int) -> list[Outcome]:
+        """All of it: one outcome a result."""
+        self._deadline_ns = deadline_ns
+        ahead: Batch | None = self._ask(0, alone=True)
+        found: Lookup | None = None
+        try:
+            while ahead is not None:
+                now, ahead = ahead, None
+                found = self.client.lookup_of(now.call)
+                following = self._note(now, found)
+                if following == now.end:
+                    ahead = self._ask(following, alone=False)
+                self._take(now, found)
+                if found.lease is not None:
+                    found.lease.release()
+                found = None
+                if ahead is None:
+                    ahead = self._ask(following, alone=True)
+        finally:
+            if found is not None and found.lease is not None:
+                found.lease.release()
+            if ahead is not None:
+                ahead.call.cancel()
+        return self.outcomes
+
+    def _ask(self, begin: int, *, alone: bool) -> Batch | None:
+        keys = self.keys
+        if begin >= keys.keys:
+            return None
+        end = min(begin + self.batch, keys.keys)
+        flags = LookupFlag.LEASE | LookupFlag.LOAD
+        if self._every:
+            flags |= LookupFlag.EVERY
+        message = m.Lookup(
+            keys.spec,
+            keys.kind,
+            keys.shards,
+            keys.hashes[32 * begin : 32 * end],
+            keys.part("fingerprints", 16, begin, end),
+            int(flags),
+            self._lease_ns,
+            keys.parent_of(begin),
+            keys.index0 + begin,
+            0,
+        )
+        return Batch(begin, end, self.client.submit_at(message, self._deadline_ns), alone)
+
+    def _note(self, batch: Batch, found: Lookup) -> int:
+        said = found.outcomes
+        if len(said) != batch.end - batch.begin:
+            raise ProtocolError(f"{len(said)} outcomes for {batch.end - batch.begin} keys")
+        for position, outcome in enumerate(said):
+            if outcome is not Outcome.OK:
+                first = (batch.begin + position) * self.width
+                self.outcomes[first : first + self.width] = [outcome] * self.width
+        full = next((i for i, outcome in enumerate(said) if outcome is Outcome.OVER_QUOTA), None)
+        if full is not None:
+            # Leases of this stream were in the way; it lets them go before it asks again.
+            if not batch.alone or full:
+                return batch.begin + full
+            self.rest(batch.end, Outcome.OVER_QUOTA)
+            return self.keys.keys
+        if not self._every and found.leading < len(said):
+            self.rest(batch.end, Outcome.SKIPPED)
+            return self.keys.keys
+        return batch.end
+
+    def _take(self, batch: Batch, found: Lookup) -> None:
+        transfer = found.transfer
+        if transfer is None:
+            return
+        hits = [i for i, outcome in enumerate(found.outcomes) if outcome is Outcome.OK]
+        if not self._every:
+            hits = hits[: found.leading]
+        width = self.width
+        places = [(batch.begin + i) * width + s for i in hits for s in range(width)]
+        if len(places) != len(transfer.outcomes):
+            raise ProtocolError(f"{len(transfer.outcomes)} results for {len(places)} leased")
+        taken: list[int] = []
+        for index in transfer:
+            place = places[index]
+            view = transfer.view(index)
+            if self.copier is not None:
+                self.copier(place, view)
+            else:
+                copy_out(view, self.buffers[place])
+            if self._verify and not self._holds(transfer, index, place, view):
+                self.outcomes[place] = Outcome.CORRUPT
+                continue
+            taken.append(index)
+        for index, outcome in enumerate(transfer.outcomes):
+            if outcome is not Outcome.OK:
+                self.outcomes[places[index]] = outcome
+        self._check(transfer, taken, places)
+
+    def _holds(self, transfer: Transfer, index: int, place: int, view: memoryview) -> bool:
+        """Whether what arrived is what the record's digest says; a chunk that is not sealed yet
+        has none and stands on its identity and generation alone."""
+        try:
+            digest = transfer.digest(index)
+        except ArenaError:  # the record is being rewritten: the check will tell
+            return True
+        if digest is None:
+            return True
+        arrived: Any = view
+        if self.copier is None:
+            arrived = as_bytes(self.buffers[place])[: view.nbytes].data
+        return payload_digest(arrived) == digest
+
+    def _check(self, transfer: Transfer, taken: list[int], places: list[int]) -> None:
+        """After the last byte: one check for the batch, one each only if that one fails."""
+        try:
+            transfer.check()
+        except LeaseLost:
+            for index in taken:
+                try:
+                    transfer.check(index)
+                except LeaseLost:
+                    self.outcomes[places[index]] = Outcome.STALE
+                else:
+                    self.outcomes[places[index]] = Outcome.OK
+            return
+        for index in taken:
+            self.outcomes[places[index]] = Outcome.OK
