@@ -39,8 +39,11 @@ ARROWS: dict[str, set[str]] = {
     "client": {"wire", "chunk", "arena"},
     "server": {"core", "tiers", "telemetry", "eviction", "wire", "chunk", "arena"},
     "connectors": {"client", "wire", "chunk", "blend"},
-    # The bench measures the core and the arena in its own process, with no daemon between.
-    "tools": {"client", "wire", "chunk", "blend", "core", "eviction", "arena", "telemetry"},
+    # The bench measures the core and the arena in its own process, with no daemon between; the demo
+    # is an application of a connector.
+    "tools": {
+        "client", "wire", "chunk", "blend", "core", "eviction", "arena", "telemetry", "connectors",
+    },  # fmt: skip
 }
 
 # All that the pure rooms may import besides kvd: no sockets, files, threads, clocks, no chance.
