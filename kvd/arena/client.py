@@ -136,9 +136,10 @@ class ArenaMap:
         """Let go. Idempotent; also safe in a forked child."""
         self._payload.close()
         self._table.close()
-        self._word = self._word[:0]
-        self._generations = self._generations[:0]
-        self._records = self._records[:0]
+        # An empty slice would keep the mapping alive.
+        self._word = np.empty(0, "<u8")
+        self._records = np.empty(0, RECORD_DTYPE)
+        self._generations = self._records["generation"]
 
     def _check_alive(self) -> None:
         _ = self._table.bytes
