@@ -32,15 +32,13 @@ from kvd.client import Client
 from kvd.connectors.backoff import Backoff
 from kvd.connectors.generation import AfterFirstToken, why_not
 from kvd.connectors.hfmodel import UnsupportedModel, cache_argument, inspect_model, spec_of
-from kvd.connectors.kvlayout import STORABLE, KVLayout
+from kvd.connectors.kvlayout import STORABLE, ChunkCopier, KVLayout, Pairs
 from kvd.connectors.weights import WeightWatch, weights_digest
 from kvd.errors import ClientClosed, DeadlineExceeded, KvdError, SpecError, Unavailable
 
 __all__ = ["KvdCache", "Prefill", "UnsupportedModel"]
 
 log = logging.getLogger(__name__)
-
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Prefill(NamedTuple):
@@ -213,7 +211,7 @@ class KvdCache:
         end = min(len(tokens), cache.get_seq_length()) // size
         if identity is None or first >= end or not self._may_ask("store"):
             return 0
-        pairs: Pairs = [(layer.keys, layer.values) for layer in cache.layers]
+        pairs = [(layer.keys, layer.values) for layer in cache.layers]
         stored = self._store_chunks(identity, tokens[: end * size], first, pairs)
         self.counts["stored_chunks"] += stored
         return stored
@@ -270,13 +268,15 @@ class KvdCache:
     def _load_chunks(self, identity: _Identity, tokens: NDArray[np.int64], pairs: Pairs) -> int:
         """How many leading chunks are whole in `pairs` now."""
         hashes, fingerprints = self._keys(tokens)
-
-        def take(chunk: int, slot: memoryview) -> None:
-            identity.layout.read(slot, chunk, pairs)
-
+        copier = ChunkCopier(identity.layout, pairs)
         try:
             outcomes = self._client.load_chunks(
-                identity.spec, hashes, take, fingerprints=fingerprints, verify=self._verify
+                identity.spec,
+                hashes,
+                copier.read,
+                fingerprints=fingerprints,
+                verify=self._verify,
+                timeout_s=self._deadline_s,
             )
         except (KvdError, OSError) as error:
             self._failed("load", error)
@@ -294,18 +294,16 @@ class KvdCache:
     ) -> int:
         """How many chunks from number `first` on were stored."""
         hashes, fingerprints = self._keys(tokens)
-
-        def fill(item: int, slot: memoryview) -> None:
-            identity.layout.write(slot, first + item, pairs)
-
+        copier = ChunkCopier(identity.layout, pairs)
         try:
             outcomes = self._client.store_chunks(
                 identity.spec,
                 hashes[first:],
                 fingerprints[first:],
-                fill,
+                lambda item, slot: copier.write(first + item, slot),
                 parent=hashes[first - 1] if first else None,
                 index0=first,
+                timeout_s=self._deadline_s,
             )
         except (KvdError, OSError) as error:
             self._failed("store", error)

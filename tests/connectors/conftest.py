@@ -14,6 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from kvd.chunk import KVSpec, Outcome  # noqa: E402
 
+# Two threads over such small products cost more than one, and collapse when a core is taken.
+torch.set_num_threads(1)
+
 LLAMA: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,

@@ -71,9 +71,7 @@ def mamba() -> PreTrainedModel:
 
 
 def lfm2() -> PreTrainedModel:
-    config = hf.Lfm2Config(
-        **SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"]
-    )
+    config = hf.Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"])
     return hf.Lfm2ForCausalLM(config).eval()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvd.connectors.kvlayout import STORABLE, KVLayout
+from kvd.connectors.kvlayout import STORABLE, ChunkCopier, KVLayout
 
 GQA = KVLayout(layers=3, heads=2, tokens=16, dim=8, dtype=torch.float32)
 MHA = KVLayout(layers=2, heads=4, tokens=32, dim=4, dtype=torch.float32)
@@ -25,10 +25,11 @@ def test_every_chunk_comes_back_bit_for_bit(layout: KVLayout, dtype: torch.dtype
     layout = layout._replace(dtype=dtype)
     pairs = random_pairs(layout, 3 * layout.tokens)
     back = layout.blank(3 * layout.tokens, dtype, "cpu")
-    for chunk in range(3):
+    out, into = ChunkCopier(layout, pairs), ChunkCopier(layout, back)
+    for chunk in (1, 0, 2):
         slot = memoryview(bytearray(layout.nbytes))
-        layout.write(slot, chunk, pairs)
-        layout.read(slot, chunk, back)
+        out.write(chunk, slot)
+        into.read(chunk, slot)
     for before, after in zip(pairs, back, strict=True):
         assert torch.equal(before[0], after[0])
         assert torch.equal(before[1], after[1])
@@ -45,14 +46,13 @@ def test_a_slot_is_layer_part_head_token_dim() -> None:
                 for token in range(GQA.tokens):
                     for dim in range(GQA.dim):
                         number = float(
-                            (((layer * 2 + part) * GQA.heads + head) * GQA.tokens + token)
-                            * GQA.dim
+                            (((layer * 2 + part) * GQA.heads + head) * GQA.tokens + token) * GQA.dim
                             + dim
                         )
                         tensor[0, head, token, dim] = number
                         wanted.append(number)
     slot = memoryview(bytearray(GQA.nbytes))
-    GQA.write(slot, 0, pairs)
+    ChunkCopier(GQA, pairs).write(0, slot)
     assert slot.cast("f").tolist() == wanted
 
 
@@ -61,9 +61,9 @@ def test_a_change_of_dtype_happens_in_the_copy() -> None:
     assert half.nbytes * 2 == GQA.nbytes
     pairs = random_pairs(GQA, GQA.tokens)
     slot = memoryview(bytearray(half.nbytes))
-    half.write(slot, 0, pairs)
+    ChunkCopier(half, pairs).write(0, slot)
     back = half.blank(GQA.tokens, torch.float32, "cpu")
-    half.read(slot, 0, back)
+    ChunkCopier(half, back).read(0, slot)
     assert torch.equal(back[1][0], pairs[1][0].to(torch.bfloat16).float())
 
 
@@ -73,8 +73,18 @@ def test_a_slot_of_another_size_is_refused() -> None:
             GQA.over(memoryview(bytearray(nbytes)))
 
 
+def test_a_copy_by_words_and_a_copy_by_torch_are_the_same_bytes() -> None:
+    """A cache on a device goes the second way; a wider dtype on the CPU shows it here."""
+    half = GQA._replace(dtype=torch.float16)
+    rounded = [(k.half(), v.half()) for k, v in random_pairs(GQA, GQA.tokens)]
+    by_words, by_torch = bytearray(half.nbytes), bytearray(half.nbytes)
+    ChunkCopier(half, rounded).write(0, memoryview(by_words))
+    ChunkCopier(half, [(k.float(), v.float()) for k, v in rounded]).write(0, memoryview(by_torch))
+    assert by_words == by_torch
+
+
 def test_a_cache_that_wants_gradients_leaves_none_in_the_slot() -> None:
     pairs = [(k.requires_grad_(), v.requires_grad_()) for k, v in random_pairs(GQA, GQA.tokens)]
     slot = memoryview(bytearray(GQA.nbytes))
-    GQA.write(slot, 0, pairs)
+    ChunkCopier(GQA, pairs).write(0, slot)
     assert torch.equal(GQA.over(slot)[0, 0], pairs[0][0][0])

@@ -1,0 +1,142 @@
+"""The connector against a real daemon, from real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from daemon import DaemonProcess
+
+from kvd.connectors.transformers import KvdCache
+
+Make = Callable[..., Any]
+WORKER = Path(__file__).with_name("worker.py")
+
+
+class Told(NamedTuple):
+    tokens: list[int]
+    reused: int
+    stored: int
+
+
+def process(folder: Path, daemon: DaemonProcess, length: int, *more: object) -> Told:
+    """One engine process, from start to end."""
+    command = [sys.executable, str(WORKER), str(folder), daemon.socket, str(length)]
+    done = subprocess.run(
+        [*command, *map(str, more)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return Told(**json.loads(done.stdout))
+
+
+@pytest.fixture
+def daemon() -> Iterator[DaemonProcess]:
+    with DaemonProcess(arena_size="64MiB") as process:
+        yield process
+
+
+@pytest.fixture
+def folder(llama: Make, tmp_path: Path) -> Path:
+    llama().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def plain(model: Any, ids: torch.Tensor) -> list[int]:
+    return model.generate(ids, max_new_tokens=12, do_sample=False)[0].tolist()
+
+
+def generate(kv: KvdCache, ids: torch.Tensor) -> tuple[list[int], int]:
+    before = kv.counts["reused_tokens"]
+    tokens = kv.generate(ids, max_new_tokens=12, do_sample=False)[0].tolist()
+    return tokens, kv.counts["reused_tokens"] - before
+
+
+def test_processes_with_one_model_share_and_others_do_not(
+    daemon: DaemonProcess, folder: Path, llama: Make, prompt: Make
+) -> None:
+    """K10: what one process stored, another finds, with the same tokens as without kvd. Another
+    RoPE base is another identity."""
+    want = plain(llama(), prompt(100, seed=1))
+    first = process(folder, daemon, 100, 1)
+    second = process(folder, daemon, 100, 1)
+    assert first == Told(want, reused=0, stored=6)
+    assert second == Told(want, reused=96, stored=0)
+    other = process(folder, daemon, 100, 1, 50_000.0)
+    assert (other.reused, other.stored) == (0, 6)
+    assert other.tokens != want
+
+
+def test_a_killed_daemon_is_a_miss_and_a_restarted_one_has_kept_the_prompt(
+    daemon: DaemonProcess, llama: Make, prompt: Make
+) -> None:
+    model, ids = llama(), prompt(100)
+    want = plain(model, ids)
+    with KvdCache(model, daemon.socket, chunk_tokens=16, deadline_s=2.0) as kv:
+        assert generate(kv, ids) == (want, 0)
+        assert generate(kv, ids) == (want, 96)
+        daemon.kill()
+        assert generate(kv, ids) == (want, 0)
+        daemon.start()
+        time.sleep(1.1)  # the connector asks again after a second
+        assert generate(kv, ids) == (want, 96)
+
+
+def test_a_stopped_daemon_costs_the_deadline_once(
+    daemon: DaemonProcess, llama: Make, prompt: Make
+) -> None:
+    model, ids = llama(), prompt(100)
+    want = plain(model, ids)
+    with KvdCache(model, daemon.socket, chunk_tokens=16, deadline_s=0.5) as kv:
+        generate(kv, ids)
+        daemon.signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        for _ in range(3):
+            assert generate(kv, ids) == (want, 0)
+        assert time.monotonic() - begin < 5
+        assert kv.counts["load.silent"] == 2
+        daemon.signal(signal.SIGCONT)
+        time.sleep(1.1)
+        assert generate(kv, ids) == (want, 96)
+
+
+def test_an_evicted_document_is_computed_again(llama: Make, prompt: Make) -> None:
+    """More prompts than the arena holds: each answer is right, whatever is left of its prompt."""
+    model = llama(num_hidden_layers=8, num_key_value_heads=4, hidden_size=256)  # 16 KiB a token
+    prompts = [prompt(300, seed=s) for s in range(5)]  # 25 MB
+    want = [plain(model, ids) for ids in prompts]
+    with (
+        DaemonProcess(arena_size="16MiB") as small,
+        KvdCache(model, small.socket, chunk_tokens=16, deadline_s=10.0) as kv,
+    ):
+        for _ in range(2):
+            for ids, tokens in zip(prompts, want, strict=True):
+                assert generate(kv, ids)[0] == tokens
+        assert kv.counts["stored_chunks"] > 5 * 18
+
+
+def test_threads_share_one_connector(daemon: DaemonProcess, llama: Make, prompt: Make) -> None:
+    """Loads and stores from several threads do not mix up their prompts."""
+    model = llama()
+    prompts = [prompt(80, seed=s) for s in range(8)]
+    want = [plain(model, ids) for ids in prompts]
+    with KvdCache(model, daemon.socket, chunk_tokens=16, deadline_s=10.0) as kv:
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(3):
+                got = list(pool.map(lambda ids: generate(kv, ids)[0], prompts))
+                assert got == want
+        assert kv.counts["stored_chunks"] == 8 * 5
