@@ -106,8 +106,7 @@ def _latencies(
 
 def _lookup(client: Client, handle: SpecHandle, keys: Chain, count: int, hit: bool) -> float:
     """Seconds until the answer to a lookup of the chain's first `count` keys is there."""
-    hashes = keys.hashes[:count]
-    prints = keys.fingerprints[:count]
+    hashes, prints = keys.part(0, count)
     begin = time.perf_counter()
     found = client.lookup(handle, hashes, prints)
     spent = time.perf_counter() - begin
@@ -119,23 +118,25 @@ def _lookup(client: Client, handle: SpecHandle, keys: Chain, count: int, hit: bo
 
 
 def _pipelined(client: Client, handle: SpecHandle, chains: list[Chain], count: int) -> float:
-    """Single-key lookups a second, with a window of them on their way."""
-    keys = cycle([one for keys in chains for one in zip(*keys, strict=True)])
-    spec_digest = handle.digest
-    parent = bytes(32)
-
-    def ask() -> Any:
-        key, mark = next(keys)
-        return client.submit(
-            messages.Lookup(spec_digest, int(Kind.PREFIX), (0,), key, mark, 0, 0, parent, 0, 0)
-        )
-
+    """Single-key lookups a second, with a window of them on their way: the client's own requests,
+    replies in order. They lease nothing, as a router's or a scheduler's probes."""
+    digest, kind, parent = handle.digest, int(Kind.PREFIX), bytes(32)
+    asks = cycle(
+        [
+            messages.Lookup(digest, kind, (0,), *keys.part(at, at + 1), 0, 0, parent, 0, 0)
+            for keys in chains
+            for at in range(keys.length)
+        ]
+    )
+    deadline_ns = client.deadline_ns(60)
+    submit = client.submit_at
     begin = time.perf_counter()
-    flying = deque(ask() for _ in range(min(_WINDOW, count)))
+    flying = deque(submit(next(asks), deadline_ns) for _ in range(min(_WINDOW, count)))
     for number in range(count):
-        answer = flying.popleft().result(30)
+        answer = flying.popleft().result()
+        assert isinstance(answer, messages.LookupReply)
         if answer.leading != 1:
             raise BenchError("pipelined lookup: a stored key was not found")
         if number + _WINDOW < count:
-            flying.append(ask())
+            flying.append(submit(next(asks), deadline_ns))
     return count / (time.perf_counter() - begin)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvd.chunk import Outcome, payload_digest
+from kvd.chunk import Outcome
 from kvd.client import Client, SpecHandle
 from kvd.tools.bench.daemon import BenchError, Daemon
 from kvd.tools.bench.keys import Chain, chain, spec
@@ -196,41 +196,41 @@ class Moves:
             "verified load",
         )
 
-    def store_awaited(self, keys: Chain) -> None:
-        self._store_each(keys, digests=False)
-
     def store_with_digests(self, keys: Chain) -> None:
-        self._store_each(keys, digests=True)
+        _all_ok(
+            self._client.store_chunks(
+                self._spec, keys.hashes, keys.fingerprints, self.fill, batch=self._batch, seal=True
+            ),
+            "store with digests",
+        )
 
-    def _store_each(self, keys: Chain, *, digests: bool) -> None:
+    def store_awaited(self, keys: Chain) -> None:
         step = self._batch
-        for at in range(0, len(keys.hashes), step):
-            write = self._client.reserve(
+        for at in range(0, keys.length, step):
+            part = keys.part(at, at + step)
+            with self._client.reserve(
                 self._spec,
-                keys.hashes[at : at + step],
-                keys.fingerprints[at : at + step],
-                parent=keys.hashes[at - 1] if at else None,
+                part.hashes,
+                part.fingerprints,
+                parent=keys.part(at - 1, at).hashes if at else None,
                 index0=at,
-            )
-            with write:
-                for chunk in range(len(write.outcomes)):
+            ) as write:
+                for chunk in range(part.length):
                     self.fill(at + chunk, write.view(chunk))
-                given = None
-                if digests:
-                    given = [payload_digest(write.view(i)) for i in range(len(write.outcomes))]
-                _all_ok(write.commit(given), "store")
+                _all_ok(write.commit(), "store")
 
     def load_awaited(self, keys: Chain) -> None:
         step = self._batch
-        for at in range(0, len(keys.hashes), step):
-            found = self._client.lookup(self._spec, keys.hashes[at : at + step])
+        for at in range(0, keys.length, step):
+            part = keys.part(at, at + step)
+            found = self._client.lookup(self._spec, part.hashes, part.fingerprints, every=True)
             _all_ok(found.outcomes, "lookup")
             assert found.lease is not None
             with found.lease as lease:
                 transfer = lease.load()
                 for chunk in transfer:
                     self.take(at + chunk, transfer.view(chunk))
-                transfer.check()
+                lease.check()
                 lease.release(wait=True)
 
 

@@ -9,20 +9,24 @@ from kvd.chunk import KVSpec, ShardSpec
 
 
 class Chain(NamedTuple):
-    """Keys of one prompt: random, so nobody has them yet, but in chain order."""
+    """Keys of one prompt: random, so nobody has them yet, but in chain order. Packed, as an engine
+    that hashes ahead holds them."""
 
-    hashes: list[bytes]  # 32 bytes each
-    fingerprints: list[bytes]  # 16 bytes each
+    hashes: bytes  # 32 bytes a key
+    fingerprints: bytes  # 16 bytes a key
+
+    @property
+    def length(self) -> int:
+        return len(self.hashes) // 32
+
+    def part(self, begin: int, end: int) -> Chain:
+        """Keys [begin, end)."""
+        return Chain(self.hashes[32 * begin : 32 * end], self.fingerprints[16 * begin : 16 * end])
 
 
 def chain(length: int) -> Chain:
     """`length` new keys."""
-    hashes = os.urandom(32 * length)
-    prints = os.urandom(16 * length)
-    return Chain(
-        [hashes[32 * at : 32 * at + 32] for at in range(length)],
-        [prints[16 * at : 16 * at + 16] for at in range(length)],
-    )
+    return Chain(os.urandom(32 * length), os.urandom(16 * length))
 
 
 def spec(name: str, chunk_bytes: int, chunk_tokens: int = 256) -> KVSpec:

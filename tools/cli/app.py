@@ -81,7 +81,7 @@ def ping(
         )
         return
     spread = f" (of {count}: max {format_duration(times[-1])})" if count > 1 else ""
-    output.say(f"{clean(info['instance'])} answered in {format_duration(middle)}{spread}")
+    output.say(f"{clean(info.instance)} answered in {format_duration(middle)}{spread}")
 
 
 @click.command()

@@ -8,7 +8,6 @@ evict are used, and no memory is mapped.
 from __future__ import annotations
 
 import socket as sockets
-import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,8 +18,7 @@ from kvd.wire.messages import Selector
 from kvd.wire.paths import attach_path, default_socket, short_address
 
 if TYPE_CHECKING:
-    from kvd.client import Client
-    from kvd.client.settings import Info
+    from kvd.client import Client, Info
 
 Row = dict[str, Any]
 Conditions = dict[str, Any]
@@ -96,9 +94,7 @@ class Link:
 
     def ping(self) -> float:
         """One round trip through the daemon's loop, in seconds."""
-        begin = time.perf_counter()
-        self.client.ping()
-        return time.perf_counter() - begin
+        return self.client.ping()
 
     def page(self, level: str, conditions: Conditions, limit: int, cursor: int) -> Page:
         """Up to `limit` rows (0: all) from `cursor` on, over as many daemon pages as it takes."""
@@ -119,9 +115,9 @@ class Link:
             at = part.cursor
 
     def _list(self, level: str, conditions: Conditions, limit: int, cursor: int) -> Page:
-        message = messages.List(level, Selector(**conditions), cursor, min(limit, _PAGE))
-        reply = self.client.submit(message).result()
-        assert isinstance(reply, messages.ListReply)
+        # a selector without conditions selects nothing, unless it says so
+        selector = Selector(**conditions) if conditions else Selector(everything=True)
+        reply = self.client.list(level, selector, limit=min(limit, _PAGE), cursor=cursor)
         return Page(list(reply.rows), reply.cursor)
 
     def evict(self, conditions: Conditions, *, dry_run: bool) -> Iterator[Evicted]:
@@ -130,7 +126,8 @@ class Link:
         at: int | None = 0
         while at is not None:
             message = messages.Evict(Selector(**conditions), dry_run, at, _PAGE)
-            reply = self.client.submit(message).result()
+            deadline_ns = self.client.deadline_ns(self.timeout_s)
+            reply = self.client.submit_at(message, deadline_ns).result()
             assert isinstance(reply, messages.EvictReply)
             yield Evicted(
                 reply.matched,

@@ -53,7 +53,11 @@ def render(
 ) -> list[RenderableType]:
     """The parts of the screen, from the answer to a stat."""
     book = Book(stat)
-    parts: list[RenderableType] = [_head(stat, socket, admin), _tiers(output, stat), _facts(output, book)]
+    parts: list[RenderableType] = [
+        _head(stat, socket, admin),
+        _tiers(output, stat),
+        _facts(output, book),
+    ]
     if (unknown := book.unread()) is not None:
         parts.append(unknown)
     return parts
