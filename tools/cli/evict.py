@@ -181,6 +181,8 @@ def _carry_out(
             for part in link.evict(conditions, dry_run=dry_run):
                 total = total.plus(part)
     except KvdError as error:
+        if total == Evicted():  # nothing to tell besides
+            raise
         return total, error
     return total, None
 
