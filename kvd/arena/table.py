@@ -36,7 +36,14 @@ from kvd.arena.layout import (
 )
 from kvd.arena.mapping import Mapping
 from kvd.arena.os_call import punch_hole
-from kvd.chunk import HEADER_BYTES, RECORD_DTYPE, ChunkHeader, patch_check, verify_table
+from kvd.chunk import (
+    HEADER_BYTES,
+    IDENTITY_DTYPE,
+    RECORD_DTYPE,
+    ChunkHeader,
+    patch_check,
+    verify_table,
+)
 from kvd.errors import ArenaError
 
 # Every slab gets record pages for slots of this size together with its payload; a slab of smaller
@@ -52,7 +59,7 @@ _REGISTRY_HEAD = struct.Struct("<QQQ")  # sequence, length, check of both and th
 class Scan(NamedTuple):
     """What a table holds. Records are copies, in the order of their index."""
 
-    records: NDArray[np.void]  # RECORD_DTYPE: those that hold and fit their slot, free ones too
+    records: NDArray[np.void]  # IDENTITY_DTYPE: those that hold and fit their slot, free ones too
     indices: NDArray[np.uint32]  # their record numbers
     invalid: NDArray[np.uint32]  # record numbers of those that were written but do not hold
     bad_slabs: tuple[int, ...]  # slabs whose descriptor did not hold; they are unassigned now
@@ -213,7 +220,7 @@ class RecordTable:
         # If we are killed from here on, the next owner finds nothing half cleared.
         self._slabs[slab] = self._sizes[slab] = 0
         begin, kept = self.reserve(slab, slots)
-        self._raw[begin : begin + kept] = bytes(kept)  # in place: punched pages might not come back
+        self._mapping.bytes[begin : begin + kept] = 0  # not punched: pages might not come back
         punch_hole(self._fd, begin + kept, geometry.records_per_slab * HEADER_BYTES - kept)
         self._slabs[slab] = pack_descriptor(slab, slot_size)
         self._sizes[slab] = slot_size
@@ -245,7 +252,9 @@ class RecordTable:
         sizes = self.slot_sizes()
         used = [geometry.slots(size) for size in sizes]
         # Room for all; what is not filled is never touched, so it costs nothing.
-        records: NDArray[np.void] = np.empty(sum(used), dtype=RECORD_DTYPE)
+        records: NDArray[np.void] = np.empty(sum(used), dtype=IDENTITY_DTYPE)
+        rows = records.view(np.uint8).reshape(-1, IDENTITY_DTYPE.itemsize)
+        buffer: NDArray[np.void] = np.empty(min(_BATCH, max(used)), dtype=RECORD_DTYPE)
         indices: NDArray[np.uint32] = np.empty(sum(used), dtype=np.uint32)
         invalid: list[NDArray[np.uint32]] = []
         filled = 0
@@ -253,7 +262,7 @@ class RecordTable:
             first = slab * geometry.records_per_slab
             for at in range(first, first + count, _BATCH):
                 size = min(_BATCH, first + count - at)
-                batch = records[filled : filled + size]
+                batch = buffer[:size]
                 self._read(at, batch)
                 written = batch["generation"] != 0
                 written |= batch["check"] != 0
@@ -265,11 +274,11 @@ class RecordTable:
                 broken = written & ~holds
                 if broken.any():
                     invalid.append(numbers[broken])
-                kept = int(holds.sum())
-                if kept < size:
-                    records[filled : filled + kept] = batch[holds]
-                indices[filled : filled + kept] = numbers[holds]
-                filled += kept
+                good = numbers[holds]
+                whole = batch.view(np.uint8).reshape(size, HEADER_BYTES)
+                rows[filled : filled + good.size] = whole[holds, : IDENTITY_DTYPE.itemsize]
+                indices[filled : filled + good.size] = good
+                filled += good.size
         none: NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
         return Scan(
             records[:filled],

@@ -24,6 +24,7 @@ from kvd.chunk.hashing import (
 )
 from kvd.chunk.header import (
     HEADER_BYTES,
+    IDENTITY_DTYPE,
     RECORD_DTYPE,
     ChunkHeader,
     HeaderFlag,
@@ -48,6 +49,7 @@ __all__ = [
     "FINGERPRINT_BYTES",
     "HASH_BYTES",
     "HEADER_BYTES",
+    "IDENTITY_DTYPE",
     "NO_FINGERPRINT",
     "NO_PARENT",
     "RECORD_DTYPE",

@@ -198,7 +198,7 @@ def test_an_owner_that_ends_leaves_an_arena_for_the_next(base: Path, open_arena:
     assert second.registry_load() == (["default"], [b"spec"])
     scan = second.scan()
     assert scan.indices.tolist() == [record]
-    assert ChunkHeader.unpack(scan.records[0].tobytes()) == HEADER
+    assert scan.records[0].tobytes() == HEADER.pack()[:256]
     assert scan.invalid.size == 0 and scan.bad_slabs == ()
     assert bytes(second.view[2 * 65536 + 3 * 8192 :][:4]) == b"data"
     second.close()
@@ -365,7 +365,7 @@ def test_a_superblock_with_any_byte_changed_is_adopted_or_replaced_but_never_in_
             adopted.append(at)
             scan = owner.scan()
             assert scan.indices.tolist() == [16], at
-            assert ChunkHeader.unpack(scan.records[0].tobytes()) == HEADER
+            assert scan.records[0].tobytes() == HEADER.pack()[:256]
         owner.close()
     # the words that change while it runs are not under the check sum, and do no harm
     assert set(adopted) <= set(range(64, 128))

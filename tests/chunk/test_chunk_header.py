@@ -11,7 +11,15 @@ from chunk_vectors import HEADER
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.chunk import RECORD_DTYPE, ChunkHeader, Kind, State, patch_check, verify_table
+from kvd.chunk import (
+    IDENTITY_DTYPE,
+    RECORD_DTYPE,
+    ChunkHeader,
+    Kind,
+    State,
+    patch_check,
+    verify_table,
+)
 
 RAW = HEADER.pack()
 
@@ -151,3 +159,12 @@ def test_a_record_written_over_by_foreign_bytes_of_the_same_magic_is_no_record()
     raw[300] = 1  # reserved
     assert not verify_table(table_of(bytes(raw)))[0]
     assert xxhash.xxh3_64_intdigest(RAW[:504]) == int.from_bytes(RAW[504:], "little")
+
+
+def test_what_is_kept_of_a_verified_record_has_the_same_fields() -> None:
+    kept = np.frombuffer(RAW[:256], dtype=IDENTITY_DTYPE)
+    whole = table_of(RAW)
+    names = IDENTITY_DTYPE.names or ()
+    assert [n for n in RECORD_DTYPE.names or () if n not in names] == ["reserved2", "check"]
+    for name in names:
+        assert kept[name].tobytes() == whole[name].tobytes()
