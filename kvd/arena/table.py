@@ -86,6 +86,7 @@ class RecordTable:
         self.records: NDArray[np.void] = raw[geometry.record_at(0) :].view(RECORD_DTYPE)
         self._generations = self.records["generation"]
         self._sizes = [0] * geometry.slab_count
+        self._slots = [0] * geometry.slab_count
         self._bad_slabs: list[int] = []
 
     def close(self) -> None:
@@ -130,8 +131,8 @@ class RecordTable:
     # -- records --------------------------------------------------------------------------------
 
     def write(self, record: int, header: ChunkHeader) -> None:
-        """Replace a record. ArenaError if there is no such record, ValueError if a field does not
-        fit."""
+        """Replace the record of a slot. ArenaError if no assigned slab has such a slot, ValueError
+        if a field does not fit."""
         self._check(record)
         self._store(record, header.generation, header.pack())
 
@@ -179,6 +180,7 @@ class RecordTable:
         for slab, word in enumerate(self._slabs):
             try:
                 self._sizes[slab] = unpack_descriptor(slab, int(word), self._geometry)
+                self._slots[slab] = self._geometry.slots(self._sizes[slab])
             except ValueError:
                 self._slabs[slab] = self._sizes[slab] = 0
                 self._bad_slabs.append(slab)
@@ -197,6 +199,12 @@ class RecordTable:
     def _check(self, record: int) -> None:
         if not 0 <= record < self._geometry.records:
             raise ArenaError(f"record {record} is beyond the table's {self._geometry.records}")
+        # Only the records of a class's slots have memory; touching others could be SIGBUS.
+        slab, slot = divmod(record, self._geometry.records_per_slab)
+        if slot >= self._slots[slab]:
+            raise ArenaError(
+                f"record {record} is of no slot: slab {slab} has {self._slots[slab]} slots now"
+            )
 
     # -- slabs ----------------------------------------------------------------------------------
 
@@ -218,12 +226,13 @@ class RecordTable:
                 f"most {geometry.slab_size}, the slab size"
             )
         # If we are killed from here on, the next owner finds nothing half cleared.
-        self._slabs[slab] = self._sizes[slab] = 0
+        self._slabs[slab] = self._sizes[slab] = self._slots[slab] = 0
         begin, kept = self.reserve(slab, slots)
         self._mapping.bytes[begin : begin + kept] = 0  # not punched: pages might not come back
         punch_hole(self._fd, begin + kept, geometry.records_per_slab * HEADER_BYTES - kept)
         self._slabs[slab] = pack_descriptor(slab, slot_size)
         self._sizes[slab] = slot_size
+        self._slots[slab] = slots
 
     def reserve(self, slab: int, records: int = 0) -> tuple[int, int]:
         """Take memory for a slab's first records (at least those of large slots). Returns offset

@@ -43,6 +43,12 @@ def test_a_record_that_is_not_there_is_refused(open_arena: Open) -> None:
     for record in (-1, len(owner.table)):
         with pytest.raises(ArenaError, match="beyond the table's 256"):
             owner.write_record(record, HEADER)
+    with pytest.raises(ArenaError, match="of no slot: slab 0 has 0 slots"):
+        owner.write_record(0, HEADER)
+    owner.assign_slab(0, 32768)
+    for change in (lambda: owner.write_record(2, HEADER), lambda: owner.patch_record(2, state=1)):
+        with pytest.raises(ArenaError, match="of no slot: slab 0 has 2 slots"):
+            change()
     with pytest.raises(ArenaError, match="never written"):
         owner.patch_record(0, state=State.READY)
     with pytest.raises(ValueError):
@@ -103,8 +109,9 @@ def test_a_scan_reads_only_records_that_a_class_uses_and_takes_no_memory(
     owner = open_arena(64 << 20)
     owner.assign_slab(5, 512 << 10)  # 4 slots of its 512 possible records
     first = 5 * 512
-    for record in range(first, first + 8):  # the last four belong to no slot
+    for record in range(first, first + 4):
         owner.write_record(record, HEADER)
+    owner.table[first + 4] = owner.table[first]  # belongs to no slot
     before = table_of(base).stat().st_blocks
     scan = owner.scan()
     assert scan.indices.tolist() == [first, first + 1, first + 2, first + 3]
