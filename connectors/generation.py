@@ -72,7 +72,7 @@ def why_not(
     return None
 
 
-class AfterFirstToken(BaseStreamer):  # type: ignore[misc]
+class AfterFirstToken(BaseStreamer):
     """Calls `then` once, as soon as the first new token is out, and hands all on to `inner`.
 
     At that moment the cache holds the whole prompt, and whoever waits for the first token has it.

@@ -32,7 +32,7 @@ CHUNK_TOKENS = 64
 NEW_TOKENS = 24
 
 
-class FirstToken(BaseStreamer):  # type: ignore[misc]
+class FirstToken(BaseStreamer):
     """When the first new token came: wall clock and CPU time of this process, seconds."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ __all__ = ["QUESTIONS", "document", "prompt"]
 QUESTIONS = (
     "Who is the director of the observatory?",
     "What is the name of the cat?",
-    "Who is the chief engineer?",
+    "For how many days are the stores filled?",
 )
 
 
@@ -26,7 +26,7 @@ def document() -> str:
 
 def prompt(tokenizer: Any, question: str) -> Any:
     """Token ids [1, n] of the document and then the question, as the model's chat wants them."""
-    message = {"role": "user", "content": f"{document()}\n{question}"}
+    message = {"role": "user", "content": f"{document()}\n\n{question}"}
     told = tokenizer.apply_chat_template(
         [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
