@@ -1,0 +1,65 @@
+"""Protocol 1 to the byte, against fixed vectors and against a second way to read them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import wire_vectors as vectors
+
+from kvd.wire import HEADER_BYTES, Frame, decode_frame
+from kvd.wire import messages as m
+from kvd.wire.attach import decode_attach, decode_attach_reply
+
+GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("golden.json").read_text())
+
+
+def test_every_vector_is_what_it_was_on_the_first_day() -> None:
+    assert vectors.vectors() == GOLDEN
+
+
+def test_the_header_is_where_the_document_says() -> None:
+    data = bytes.fromhex(GOLDEN["frames"]["request"])
+    assert data[:8] == b"KVD1\x01\x00\x06\x00"  # magic, major, minor, op, flags
+    assert data[8:24] == vectors.SESSION
+    assert struct.unpack_from("<4Q", data, 24) == (
+        0x0102030405060708,
+        0x0102030405060700,
+        0x1112131415161718,
+        0x2122232425262728,
+    )
+    assert data[56:72] == bytes(range(16)) and data[72:80] == bytes(range(8))
+    assert data[80:84] == b"\x01\0\0\0"
+    assert struct.unpack_from("<3I", data, 84) == (2, 1, 0)
+    assert data[96:] == b"\x90" and HEADER_BYTES == 96
+
+
+@pytest.mark.parametrize("name", list(vectors.REQUESTS))
+def test_a_golden_request_decodes_to_its_message(name: str) -> None:
+    message = vectors.REQUESTS[name]
+    body = bytes.fromhex(GOLDEN["requests"][name])
+    assert m.decode_request(m.OP_OF[type(message)], body) == message
+
+
+@pytest.mark.parametrize("name", list(vectors.REPLIES))
+def test_a_golden_reply_decodes_to_its_message(name: str) -> None:
+    op, message = vectors.REPLIES[name]
+    assert m.decode_reply(op, bytes.fromhex(GOLDEN["replies"][name])) == message
+
+
+def test_golden_bodies_are_plain_msgpack_arrays() -> None:
+    for body in (*GOLDEN["requests"].values(), *GOLDEN["replies"].values()):
+        assert isinstance(msgpack.unpackb(bytes.fromhex(body)), list)
+
+
+def test_golden_errors_and_attach_messages_decode() -> None:
+    frame = decode_frame(bytes.fromhex(GOLDEN["frames"]["error"]))
+    assert isinstance(frame, Frame)
+    assert "at most 4096" in str(m.decode_error(frame.body))
+    assert decode_attach(bytes.fromhex(GOLDEN["attach"]["request"])).name == "vllm-0"
+    assert decode_attach(bytes.fromhex(GOLDEN["attach"]["bare"])).maps_memory is False
+    assert decode_attach_reply(bytes.fromhex(GOLDEN["attach"]["reply"])).epoch == 7
