@@ -215,7 +215,9 @@ _MAGIC_U64 = np.frombuffer(HEADER_MAGIC, "<u8")[0]
 
 def verify_table(table: NDArray[np.void]) -> NDArray[np.bool_]:
     """Which records hold: what ChunkHeader.unpack accepts, for a 1-d array of RECORD_DTYPE.
-    Records that were never written are not hashed."""
+    Records that were never written are not hashed. TypeError for another dtype."""
+    if table.dtype != RECORD_DTYPE:
+        raise TypeError(f"records to verify must be whole (RECORD_DTYPE), got {table.dtype}")
     lead = table.view(_LEAD)
     holds: NDArray[np.bool_] = (
         (lead["magic"] == _MAGIC_U64)

@@ -168,3 +168,5 @@ def test_what_is_kept_of_a_verified_record_has_the_same_fields() -> None:
     assert [n for n in RECORD_DTYPE.names or () if n not in names] == ["reserved2", "check"]
     for name in names:
         assert kept[name].tobytes() == whole[name].tobytes()
+    with pytest.raises(TypeError, match="must be whole"):
+        verify_table(kept)  # what is not there can't be checked again
