@@ -50,7 +50,7 @@ class Daemon:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [
-                    sys.executable, "-c", "from kvd.server.main import main; main()",
+                    sys.executable, "-m", "kvd.server.main",
                     "--socket", self.socket, "--instance", self._instance, *options,
                 ],
                 env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -113,7 +113,7 @@ class Daemon:
                 try:
                     with Client(self.socket, timeout_s=1, map_memory=False) as client:
                         if all(
-                            tier["reserved_bytes"] >= tier["limit_bytes"]
+                            tier["reserved_bytes"] > tier["limit_bytes"] * 15 // 16
                             for tier in client.stat()["tiers"]
                         ):
                             return

@@ -19,6 +19,7 @@ from kvd.tools.cli.console import Output, cell
 from kvd.tools.cli.options import connection, link_from, output_from
 from kvd.tools.cli.units import clean, format_bytes, format_count, format_duration
 
+MOST_SLABS = 16  # a slab is at most this part of an arena
 Counter = int | float | Mapping[str, int | float]
 
 
@@ -39,8 +40,9 @@ def status(ctx: click.Context, socket: str | None, timeout: float | None, as_jso
     with link_from(ctx, socket, timeout) as link:
         info = link.info()
         stat = link.stat()
-    stat.setdefault("version", info.version)
-    stat.setdefault("instance", info.instance)
+    for name in ("version", "instance", "namespace"):
+        stat.setdefault(name, getattr(info, name))
+    stat.pop("config", None)  # `kvd-cli config` shows it
     if output.as_json:
         output.json(socket=link.socket, admin=info.admin, **stat)
         return
@@ -123,6 +125,8 @@ def _head(stat: Mapping[str, Any], socket: str, admin: bool) -> Text:
         (clean(stat.get("version", "?")), "bold"),
         f"  instance {clean(stat.get('instance', '?'))}",
         f"  up {format_duration(stat.get('uptime_s'))}",
+        f"  pid {stat['pid']}" if "pid" in stat else "",
+        ("  draining", "bold yellow") if stat.get("draining") else "",
         (f"  epoch {stat.get('epoch', '?')}", "dim"),
         f"\nnamespace {clean(stat.get('namespace', '?'))}{role}",
         (f"  socket {clean(socket)}", "dim"),
@@ -134,10 +138,9 @@ def _tiers(output: Output, stat: Mapping[str, Any]) -> Table:
                          ">writing", ">condemned", ">free slabs")  # fmt: skip
     for tier in stat.get("tiers", []):
         limit = tier.get("limit_bytes", 0)
-        # what a slot takes, not what is in it, is what can't be used for something else
-        used = tier.get("slot_bytes") or tier.get("used_bytes", 0)
+        used = tier.get("used_bytes", 0)  # slots that are taken, whatever by
         reserved = tier.get("reserved_bytes", limit)
-        growing = reserved < limit
+        growing = reserved < limit - limit // MOST_SLABS  # less than a slab may be left over
         state = f"growing ({format_bytes(reserved)})" if growing else tier.get("state", "?")
         condemned = tier.get("condemned_bytes", 0)
         table.add_row(
@@ -173,6 +176,7 @@ def _facts(output: Output, book: Book) -> Table:
         ("restart", _restart(book)),
         ("slabs", _slabs(book)),
         ("requests", _requests(book)),
+        ("workers", _workers(book)),
         ("errors", _errors(book)),
         ("loop", _loop(book.stat.get("loop", {}))),
     ):
@@ -292,6 +296,19 @@ def _requests(book: Book) -> Text:
         f"{book.count('replies')} answered",
         _said("answered once more", _nonzero(book.total("replayed"))),
     )
+
+
+def _workers(book: Book) -> Text:
+    """Threads that seal, verify and move payloads."""
+    done = book.get("transfers")
+    count = done.get("done", 0) if isinstance(done, Mapping) else done
+    text = _join(
+        f"{format_count(count)} transfers done",
+        book.reasons("transfers", "done"),
+        _said("recency still to be noted", _nonzero(book.total("pending_touches"))),
+    )
+    text.stylize("yellow" if book.reasons("transfers", "done") else "")
+    return text
 
 
 def _errors(book: Book) -> Text:
