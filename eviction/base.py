@@ -25,11 +25,37 @@ class Policy(ABC):
     name: str = "?"
 
     @abstractmethod
-    def insert(self, chunk: int, *, parent: int, queue: int, size: int, ghost: int, now: int) -> None:
+    def insert(
+        self, chunk: int, *, parent: int, queue: int, size: int, ghost: int, now: int
+    ) -> None:
         """A chunk became resident. `parent` is its parent's id or -1; `size` its bytes in this
         tier; `ghost` a 64-bit digest of its key, for policies that remember evicted keys; `now`
         ns. Pre: `chunk` is not in the policy. Post: it is not the first victim of a queue that
         holds a chunk with no later use."""
+
+    def load(
+        self,
+        order: Sequence[int],
+        born: Sequence[int],
+        *,
+        parents: Sequence[int],
+        queue: int,
+        size: int,
+        ghosts: Sequence[int],
+    ) -> None:
+        """Many chunks of one queue became resident at once, after a restart. `order`: coldest
+        first, each before its ancestors; `born`: when each was stored, ns; `parents` and
+        `ghosts` as for `insert`. Pre: none of them is in the policy. Without a faster way, they
+        are inserted one by one in the order of their birth, ancestors first among equals."""
+        for n in sorted(range(len(order)), key=lambda n: (born[n], -n)):
+            self.insert(
+                order[n],
+                parent=parents[n],
+                queue=queue,
+                size=size,
+                ghost=ghosts[n],
+                now=born[n],
+            )
 
     @abstractmethod
     def touch(self, chain: Sequence[int], now: int) -> None:

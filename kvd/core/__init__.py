@@ -1,0 +1,9 @@
+"""The core: a state machine, `Core.handle(event, now) -> [Action]`.
+
+The law of this package: it is pure. No I/O, no clock, no threads, no sockets.
+"""
+
+from kvd.core.config import CoreConfig
+from kvd.core.core import Core
+
+__all__ = ["Core", "CoreConfig"]

@@ -18,7 +18,7 @@ from kvd.errors import ErrorCode
 class Reply(NamedTuple):
     session: int
     request: object
-    result: "Result"
+    result: Result
 
 
 class Fail(NamedTuple):
@@ -178,7 +178,8 @@ class Verify(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Copy a payload within the arena (a slot that moves); answer with Copied."""
+    """Copy a payload within the arena (a slot that moves); answer with Copied. `source` and
+    `target` are bytes from the arena's start."""
 
     copy: int
     source: int
@@ -186,14 +187,4 @@ class Copy(NamedTuple):
     length: int
 
 
-Action = (
-    Reply
-    | Fail
-    | AssignSlab
-    | WriteRecord
-    | PatchRecord
-    | LeaseHorizon
-    | Seal
-    | Verify
-    | Copy
-)
+Action = Reply | Fail | AssignSlab | WriteRecord | PatchRecord | LeaseHorizon | Seal | Verify | Copy

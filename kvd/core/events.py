@@ -160,7 +160,7 @@ class Release(NamedTuple):
 
 
 class Selector(NamedTuple):
-    """Which chunks: all given conditions hold. Nothing given selects nothing unless `everything`."""
+    """Which chunks: all given conditions hold. None given selects nothing unless `everything`."""
 
     namespace: str | None = None
     spec: bytes | None = None
@@ -206,7 +206,7 @@ class Stat(NamedTuple):
 
 
 class Sealed(NamedTuple):
-    """Digest of a ready slot's payload, computed in the background."""
+    """Digest of a ready slot's payload, computed in the background; empty if that failed."""
 
     record: int
     generation: int

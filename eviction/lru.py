@@ -1,0 +1,182 @@
+"""Least recently used, leaf-first.
+
+The law of this module: one list a queue, coldest first. A use moves a whole chain to the hot end,
+its leaf first and its root last, so that an ancestor is never colder than what hangs below it.
+Links stand in flat arrays (20 bytes a chunk); a use of one chunk costs a fixed number of steps.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvd.eviction.base import Policy
+
+ABSENT = -1
+_NS = 1e9
+
+
+class Lru(Policy):
+    """Worth of a chunk: 1 / (1 + seconds since its last use)."""
+
+    name = "lru"
+
+    def __init__(self) -> None:
+        self._colder = array("i")  # neighbour towards the cold end, or ABSENT
+        self._hotter = array("i")
+        self._queue = array("i")  # ABSENT: not here
+        self._used = array("q")  # last use, ns
+        self._coldest: dict[int, int] = {}  # by queue; a queue without chunks has no entry
+        self._hottest: dict[int, int] = {}
+        self._len = 0
+
+    def insert(
+        self, chunk: int, *, parent: int, queue: int, size: int, ghost: int, now: int
+    ) -> None:
+        if chunk >= len(self._queue):
+            self._grow(chunk + 1)
+        self._queue[chunk] = queue
+        self._used[chunk] = now
+        self._append(chunk, queue)
+        self._len += 1
+
+    def load(
+        self,
+        order: Sequence[int],
+        born: Sequence[int],
+        *,
+        parents: Sequence[int],
+        queue: int,
+        size: int,
+        ghosts: Sequence[int],
+    ) -> None:
+        if not len(order):
+            return
+        rows = np.asarray(order, np.int64)
+        if int(rows.max()) >= len(self._queue):
+            self._grow(int(rows.max()) + 1)
+        if queue in self._hottest:  # what is here already stays the colder part
+            before = self._hottest[queue]
+            self._hotter[before] = order[0]
+        else:
+            before = ABSENT
+            self._coldest[queue] = order[0]
+        self._hottest[queue] = order[-1]
+        colder = np.frombuffer(self._colder, np.int32)
+        hotter = np.frombuffer(self._hotter, np.int32)
+        colder[rows[1:]] = rows[:-1]
+        colder[rows[0]] = before
+        hotter[rows[:-1]] = rows[1:]
+        hotter[rows[-1]] = ABSENT
+        np.frombuffer(self._queue, np.int32)[rows] = queue
+        # who stands hotter than a chunk was used as late as that one
+        used = np.maximum.accumulate(np.asarray(born, np.int64))
+        np.frombuffer(self._used, np.int64)[rows] = used
+        self._len += len(rows)
+
+    def touch(self, chain: Sequence[int], now: int) -> None:
+        queues, used, known = self._queue, self._used, len(self._queue)
+        colder, hotter, hottest = self._colder, self._hotter, self._hottest
+        for chunk in reversed(chain):
+            if not 0 <= chunk < known:
+                continue
+            queue = queues[chunk]
+            if queue < 0:
+                continue
+            used[chunk] = now
+            after = hotter[chunk]
+            if after < 0:
+                continue
+            before = colder[chunk]
+            colder[after] = before
+            if before < 0:
+                self._coldest[queue] = after
+            else:
+                hotter[before] = after
+            last = hottest[queue]
+            hotter[last] = chunk
+            colder[chunk] = last
+            hotter[chunk] = ABSENT
+            hottest[queue] = chunk
+
+    def victims(self, queue: int, now: int) -> Iterator[int]:
+        chunk = self._coldest.get(queue, ABSENT)
+        hotter = self._hotter
+        while chunk >= 0:
+            yield chunk
+            chunk = hotter[chunk]
+
+    def coldness(self, queue: int, now: int) -> float | None:
+        chunk = self._coldest.get(queue, ABSENT)
+        return None if chunk < 0 else self.value(chunk, now)
+
+    def forget(self, chunk: int, *, evicted: bool) -> None:
+        if not 0 <= chunk < len(self._queue) or self._queue[chunk] < 0:
+            return
+        queue = self._queue[chunk]
+        before, after = self._colder[chunk], self._hotter[chunk]
+        if before >= 0:
+            self._hotter[before] = after
+        elif after >= 0:
+            self._coldest[queue] = after
+        else:
+            del self._coldest[queue]
+        if after >= 0:
+            self._colder[after] = before
+        elif before >= 0:
+            self._hottest[queue] = before
+        else:
+            del self._hottest[queue]
+        self._queue[chunk] = ABSENT
+        self._len -= 1
+
+    def value(self, chunk: int, now: int) -> float:
+        if not 0 <= chunk < len(self._queue) or self._queue[chunk] < 0:
+            return 0.0
+        return 1.0 / (1.0 + max(0, now - self._used[chunk]) / _NS)
+
+    def __len__(self) -> int:
+        return self._len
+
+    def snapshot(self) -> dict[str, Any]:
+        """Ids of each queue, coldest first, and their last uses; little-endian i64."""
+        queues = []
+        for queue in sorted(self._coldest):
+            ids = np.fromiter(self.victims(queue, 0), "<i8")
+            used = np.array([self._used[chunk] for chunk in ids.tolist()], "<i8")
+            queues.append([queue, ids.tobytes(), used.tobytes()])
+        return {"policy": self.name, "queues": queues}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if self._len:
+            raise ValueError("restore needs an empty policy")
+        if state.get("policy") != self.name:
+            raise ValueError(f"snapshot of policy {state.get('policy')!r}, this is {self.name!r}")
+        for queue, packed, used in state["queues"]:
+            ids = np.frombuffer(packed, "<i8").tolist()
+            times = np.frombuffer(used, "<i8").tolist()
+            if len(ids) != len(times) or any(chunk < 0 for chunk in ids):
+                raise ValueError(f"snapshot of queue {queue} does not hold")
+            for chunk, time in zip(ids, times, strict=True):
+                self.insert(chunk, parent=ABSENT, queue=queue, size=0, ghost=0, now=time)
+
+    def _append(self, chunk: int, queue: int) -> None:
+        """Put a chunk that is in no list at the hot end of one."""
+        last = self._hottest.get(queue, ABSENT)
+        self._colder[chunk] = last
+        self._hotter[chunk] = ABSENT
+        if last >= 0:
+            self._hotter[last] = chunk
+        else:
+            self._coldest[queue] = chunk
+        self._hottest[queue] = chunk
+
+    def _grow(self, need: int) -> None:
+        more = max(need - len(self._queue), 4096)
+        self._colder.extend(array("i", [ABSENT]) * more)
+        self._hotter.extend(array("i", [ABSENT]) * more)
+        self._queue.extend(array("i", [ABSENT]) * more)
+        self._used.extend(array("q", [0]) * more)

@@ -1,0 +1,140 @@
+"""Chunks and their shards as rows of flat arrays.
+
+The law of this module: a chunk is a small integer and so is a cell (one shard of a chunk); what is
+known of either stands in arrays, never in an object. Each array is there twice: as numpy array
+for whole lookups (`np_...`) and as memoryview for single values, which costs a third of a numpy
+scalar. Rows are made of untouched zero pages, so room for many costs nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+NONE = -1
+
+# states of a cell
+ABSENT = 0
+WRITING = 1
+READY = 2
+BAD = 4  # quarantined
+
+# marks of a cell
+SEALED = 1
+UNVERIFIED = 2  # adopted with a digest that nobody has compared yet
+ADOPTED = 4  # its slot is of an earlier life: not to be used again during the hold
+MOVING = 8
+SEALING = 16
+
+
+def column(rows: int, dtype: Any, fill: int = 0) -> tuple[NDArray[Any], memoryview]:
+    """An array of zeros, and the same memory for single values."""
+    values = np.zeros(rows, dtype=dtype)
+    if fill:
+        values[:] = fill
+    return values, values.data
+
+
+class Chunks:
+    """One row a chunk id. The row after the last stands for "no parent": it is always there."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        n = rows + 1
+        self.keys: list[bytes | None] = []  # chunk hash; the index holds the same objects
+        self.np_print = np.zeros((n, 2), np.uint64)  # fingerprint
+        self.print = self.np_print.reshape(-1).view(np.uint8).data
+        self.np_parent, self.parent = column(n, np.int32)  # id or NONE
+        self.np_child, self.child = column(n, np.int32)  # first child
+        self.np_next, self.next = column(n, np.int32)  # sibling
+        self.np_prev, self.prev = column(n, np.int32)
+        self.np_cell, self.cell = column(n, np.int32)  # first of its cells, or NONE
+        self.np_leases, self.leases = column(n, np.int32)
+        self.np_hits, self.hits = column(n, np.uint32)
+        self.np_index, self.index = column(n, np.uint32)  # place in its chain
+        self.np_flags, self.flags = column(n, np.uint32)
+        self.np_born, self.born = column(n, np.uint32)  # Unix seconds
+        self.np_last, self.last = column(n, np.int64)  # last use, ns
+        self.np_tokens, self.tokens = column(n, np.uint16)
+        self.np_space, self.space = column(n, np.uint16)  # number of its space; 0: row is free
+        self.np_ready, self.ready = column(n, np.uint16)  # shards that are ready
+        self.np_writing, self.writing = column(n, np.uint16)
+        self.np_bad, self.bad = column(n, np.uint16)  # shards in quarantine
+        self.odd_pos0: dict[int, int] = {}  # where pos0 is not index * chunk_tokens
+        self._free = array("i")
+        self.ready[rows] = 1
+
+    @property
+    def used(self) -> int:
+        """Rows up to here may be in use."""
+        return len(self.keys)
+
+    def take(self) -> int:
+        """A free row, or NONE."""
+        if self._free:
+            return self._free.pop()
+        row = len(self.keys)
+        if row >= self.rows:
+            return NONE
+        self.keys.append(None)
+        return row
+
+    def give(self, row: int) -> None:
+        self.keys[row] = None
+        self.space[row] = 0
+        self.odd_pos0.pop(row, None)
+        self._free.append(row)
+
+
+class Cells:
+    """One row a shard of a chunk; the shards of a chunk stand together."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.np_record, self.record = column(rows, np.uint32)
+        self.np_generation, self.generation = column(rows, np.uint64)
+        self.np_chunk, self.chunk = column(rows, np.int32)
+        self.np_state, self.state = column(rows, np.uint8)
+        self.np_marks, self.marks = column(rows, np.uint8)
+        self.np_digest = np.zeros((rows, 16), np.uint8)
+        self.digest = self.np_digest.reshape(-1).data
+        self._free: dict[int, array[int]] = {}
+        self._used = 0
+
+    def take(self, count: int, chunk: int) -> int:
+        """The first of `count` absent cells of a chunk, or NONE."""
+        free = self._free.get(count)
+        if free:
+            first = free.pop()
+        else:
+            first = self._used
+            if first + count > self.rows:
+                return NONE
+            self._used = first + count
+        owner = self.chunk
+        for cell in range(first, first + count):
+            owner[cell] = chunk
+        return first
+
+    def take_rows(self, count: int) -> int:
+        """The first of `count` cells that were never used, or NONE. For adoption."""
+        first = self._used
+        if first + count > self.rows:
+            return NONE
+        self._used = first + count
+        return first
+
+    def give(self, first: int, count: int) -> None:
+        """Pre: all of them are absent."""
+        for cell in range(first, first + count):
+            self.marks[cell] = 0
+        self._free.setdefault(count, array("i")).append(first)
+
+    def digest_of(self, cell: int) -> bytes:
+        return bytes(self.digest[16 * cell : 16 * cell + 16])
+
+    def set_digest(self, cell: int, digest: bytes) -> None:
+        self.digest[16 * cell : 16 * cell + 16] = digest

@@ -1,0 +1,516 @@
+"""The front of the core: one event in, a list of actions out.
+
+The law of this module: state changes only in `handle`, `grow` and `adopt`; the same events at the
+same times give the same actions. Every request is answered exactly once, at once or later; one
+that can't be carried out is answered with a typed error and has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvd.chunk import NO_PARENT, Kind, KVSpec
+from kvd.core import actions as ac
+from kvd.core import events as ev
+from kvd.core.adoption import Adoption
+from kvd.core.config import CoreConfig
+from kvd.core.evictions import Evictions
+from kvd.core.jobs import Jobs, Work
+from kvd.core.leases import Lease, Leases
+from kvd.core.listing import Listing
+from kvd.core.sealing import Seals
+from kvd.core.sessions import Session
+from kvd.core.spaces import Space
+from kvd.core.stats import stat
+from kvd.core.store import TOUCH_SLICE, Store
+from kvd.core.transfers import Transfer, Transfers, Waiter
+from kvd.core.writes import Request, Write, Writes, unpack_items
+from kvd.errors import (
+    AuthError,
+    BadKey,
+    InternalError,
+    KvdError,
+    LimitExceeded,
+    ProtocolError,
+    SpecError,
+    UnknownHandle,
+    UnknownSession,
+)
+from kvd.eviction.base import Policy
+
+_EXPIRE_SLICE = 64  # things that fall due looked at in one event
+_TOUCH_LIMIT = 256  # deferred touches beyond which an event applies some itself
+
+
+class Core:
+    """`policy` makes the eviction policy. Pre: one thread; `now` never goes back."""
+
+    def __init__(self, config: CoreConfig, policy: Callable[[], Policy]) -> None:
+        self.config = config
+        self._store = Store(config, policy())
+        self._jobs = Jobs(self._store)
+        self._evictions = Evictions(self._store, self._jobs)
+        self._writes = Writes(self._store, self._evictions, self._jobs)
+        self._leases = Leases(self._store)
+        self._transfers = Transfers(self._store)
+        self._leases.ended = self._transfers.lease_ended
+        self._seals = Seals(self._store)
+        self._listing = Listing(self._store, self._writes)
+        self._adoption = Adoption(self._store, self._writes, self._jobs)
+        self._begun: int | None = None
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.OpenSession: self._open_session,
+            ev.CloseSession: self._close_session,
+            ev.LockFreed: self._lock_freed,
+            ev.RegisterSpec: self._register,
+            ev.Reserve: self._reserve,
+            ev.Commit: self._commit,
+            ev.Abort: self._abort,
+            ev.Lookup: self._lookup,
+            ev.Load: self._load,
+            ev.Wait: self._wait,
+            ev.Cancel: self._cancel,
+            ev.Renew: self._renew,
+            ev.Release: self._release,
+            ev.Evict: self._evict,
+            ev.List: self._list,
+            ev.Stat: self._stat,
+            ev.Sealed: lambda e: self._seals.sealed(e.record, e.generation, e.digest),
+            ev.Verified: lambda e: self._transfers.verified(e.record, e.generation, e.ok),
+            ev.Copied: lambda e: self._evictions.reclass.copied(e.copy, e.ok),
+            ev.Tick: self._tick,
+            ev.Drain: self._drain,
+        }
+
+    # -- the way in -----------------------------------------------------------------------------
+
+    def handle(self, event: Any, now: int) -> list[ac.Action]:
+        """Take one event; what has to be done, in this order. `now`: ns, monotonic."""
+        store = self._begin(now)
+        self._expire()
+        try:
+            self._handlers[type(event)](event)
+        except KvdError as error:
+            self._refuse(event, error)
+        if len(store.touches) > _TOUCH_LIMIT:
+            store.apply_touches(TOUCH_SLICE)
+        self._seals.pump()
+        return store.out
+
+    def grow(self, reserved: int) -> None:
+        """The arena's memory is there up to `reserved` bytes."""
+        self._store.slabs.grow(reserved)
+
+    def adopt(
+        self,
+        slot_sizes: Sequence[int],
+        records: NDArray[np.void],
+        numbers: NDArray[Any],
+        namespaces: Sequence[str],
+        specs: Sequence[KVSpec],
+        locked: Iterable[bytes],
+        lease_horizon: int,
+        now: int,
+        suspects: Sequence[int] | NDArray[Any] = (),
+    ) -> list[ac.Action]:
+        """Take over what an earlier life left. `records`: those that hold, with their `numbers`;
+        `suspects`: numbers of records that were written but don't hold; `locked`: public ids of
+        earlier sessions whose lock is not free. Pre: nothing was handled yet."""
+        store = self._begin(now)
+        self._adoption.run(
+            slot_sizes, records, numbers, namespaces, specs, locked, lease_horizon, suspects
+        )
+        self._seals.pump()
+        return store.out
+
+    @property
+    def busy(self) -> bool:
+        """Whether a Tick would go on with work that is under way."""
+        return bool(self._jobs.busy or self._store.touches or self._store.husks)
+
+    def next_deadline(self) -> int | None:
+        """When a Tick is due next, ns; None if nothing is."""
+        return self._store.timers.next()
+
+    @property
+    def leases(self) -> int:
+        """Leases that have not ended."""
+        return len(self._leases.by_number)
+
+    @property
+    def specs(self) -> list[KVSpec]:
+        """Registered specs, oldest first."""
+        return list(self._store.spaces.specs.values())
+
+    @property
+    def namespaces(self) -> list[str]:
+        """Namespaces that had a session or a chunk."""
+        return list(self._store.spaces.namespaces)
+
+    @property
+    def registry_version(self) -> int:
+        """Rises whenever `specs` or `namespaces` grow."""
+        return self._store.spaces.version
+
+    def stat(self, namespace: str | None = None) -> dict[str, Any]:
+        """Sections of plain values; with a namespace, only its own tenant's."""
+        uptime = self._store.now - (self._begun or 0)
+        return stat(self._store, self._leases, self._writes, uptime, namespace)
+
+    # -- time -----------------------------------------------------------------------------------
+
+    def _begin(self, now: int) -> Store:
+        store = self._store
+        if self._begun is None:
+            self._begun = now
+        store.out = []
+        store.now = max(now, store.now)
+        store.units = 0
+        return store
+
+    def _expire(self) -> None:
+        for _ in range(_EXPIRE_SLICE):
+            due = self._store.timers.pop(self._store.now)
+            if due is None:
+                return
+            if due.kind == "lease":
+                lease = self._leases.by_number.get(due.number)
+                if lease is not None:
+                    self._leases.end(lease, "expired")
+            elif due.kind == "write":
+                self._jobs.start(self._writes.expire(due.number))
+            elif due.kind == "wait":
+                self._transfers.timed_out(due.number)
+            else:
+                self._adoption.end_hold()
+
+    def _tick(self, event: ev.Tick) -> None:
+        """A slice of whatever is under way."""
+        store = self._store
+        left = store.apply_touches(TOUCH_SLICE)
+        if left > 0:
+            store.sweep(256)
+            self._jobs.step()
+
+    def _drain(self, event: ev.Drain) -> None:
+        self._store.draining = True
+
+    # -- sessions -------------------------------------------------------------------------------
+
+    def _open_session(self, event: ev.OpenSession) -> None:
+        if self._store.sessions.get(event.session) is not None:
+            raise InternalError(f"session {event.session} is open already")
+        self._store.sessions.open(Session(*event))
+        self._store.spaces.name(event.namespace)
+        self._store.counters.own["sessions_opened", ""] += 1
+
+    def _close_session(self, event: ev.CloseSession) -> None:
+        session = self._store.sessions.close(event.session)
+        if session is None:
+            return
+        session.stopped = event.stopped or not session.maps_memory
+        self._store.counters.own["sessions_closed", ""] += 1
+        self._jobs.start(self._leases.close(session))
+        self._jobs.start(self._writes.close(session))
+
+    def _lock_freed(self, event: ev.LockFreed) -> None:
+        for session in self._store.sessions.by_number.values():
+            if session.public_id == event.public_id:
+                session.stopped = True
+        self._jobs.start(self._writes.lock_freed(event.public_id))
+        self._adoption.lock_freed(event.public_id)
+
+    def _session(self, number: int) -> Session:
+        session = self._store.sessions.get(number)
+        if session is None:
+            raise UnknownSession(f"session {number} is not open: attach again")
+        return session
+
+    def _refuse(self, event: Any, error: KvdError) -> None:
+        if not hasattr(event, "request"):
+            raise error  # a fault of the server, not of a client
+        key = ("requests_refused", error.code.name.lower())
+        if key in self._store.counters.own:
+            self._store.counters.own[key] += 1
+        self._store.out.append(ac.Fail(event.session, event.request, error.code, str(error)))
+
+    def _reply(self, event: Any, result: ac.Result) -> None:
+        self._store.out.append(ac.Reply(event.session, event.request, result))
+
+    def _start(self, event: Any, work: Work[Any]) -> None:
+        """Carry out work in slices and reply with its result."""
+
+        def job() -> Work[None]:
+            result = yield from work
+            self._reply(event, result)
+
+        self._jobs.start(job())
+
+    # -- checks ---------------------------------------------------------------------------------
+
+    def _space(self, session: Session, spec: bytes, kind: int) -> Space:
+        if kind not in (Kind.PREFIX, Kind.CONTENT):
+            raise BadKey(f"kind {kind} is unknown: 1 (prefix) or 2 (content)")
+        if spec not in self._store.spaces.specs:
+            raise SpecError(f"spec {spec.hex()[:16]} is not registered: register_spec first")
+        space = self._store.spaces.make(session.namespace, spec, kind)
+        self._store.grow_queues()
+        return space
+
+    def _shards(self, space: Space, shards: tuple[int, ...], keys: int) -> tuple[int, ...]:
+        if not shards:
+            raise BadKey("no shard is named: name at least one")
+        if len(set(shards)) != len(shards):
+            raise BadKey("a shard is named twice")
+        for shard in shards:
+            if not 0 <= shard < space.shards:
+                raise SpecError(f"shard {shard} is not in the spec's table of {space.shards}")
+        if keys * len(shards) > self.config.max_results:
+            raise LimitExceeded(
+                f"{keys} keys of {len(shards)} shards are {keys * len(shards)} results, at most "
+                f"{self.config.max_results} a request: send fewer keys"
+            )
+        return tuple(shards)
+
+    def _keys(self, hashes: bytes) -> int:
+        if len(hashes) % ev.HASH_BYTES:
+            raise BadKey(f"hashes: {len(hashes)} bytes are no whole number of 32")
+        count = len(hashes) // ev.HASH_BYTES
+        if not 1 <= count <= self.config.max_keys:
+            raise LimitExceeded(
+                f"{count} keys in a request, from 1 to {self.config.max_keys} allowed: split it"
+            )
+        return count
+
+    def _column(self, name: str, data: bytes, size: int, count: int) -> None:
+        if len(data) != size * count:
+            raise BadKey(f"{name}: {len(data)} bytes for {count} keys, must be {size * count}")
+
+    # -- stores ---------------------------------------------------------------------------------
+
+    def _reserve(self, event: ev.Reserve) -> None:
+        session = self._session(event.session)
+        space = self._space(session, event.spec, event.kind)
+        ask = self._request(
+            space,
+            event.shards,
+            event.hashes,
+            event.parent,
+            event.index0,
+            event.fingerprints,
+            event.tokens,
+            event.pos0,
+            event.flags,
+            event.ttl,
+        )
+        self._start(event, self._writes.reserve(session, ask))
+
+    def _request(
+        self,
+        space: Space,
+        shards: tuple[int, ...],
+        hashes: bytes,
+        parent: bytes,
+        index0: int,
+        fingerprints: bytes,
+        tokens: bytes | None,
+        pos0: bytes | None,
+        flags: int,
+        ttl: int,
+    ) -> Request:
+        count = self._keys(hashes)
+        shards = self._shards(space, shards, count)
+        self._column("fingerprints", fingerprints, ev.FINGERPRINT_BYTES, count)
+        self._column("parent", parent, ev.HASH_BYTES, 1)
+        if not 0 <= index0 <= (1 << 31) - count:
+            raise BadKey(f"index0 {index0} is out of range")
+        if not 0 <= flags < 1 << 32:
+            raise BadKey(f"flags {flags:#x} do not fit 32 bits")
+        if parent != NO_PARENT and not space.chained:
+            raise BadKey("a content chunk has no parent: send 32 zero bytes")
+        if parent != NO_PARENT and not index0:
+            raise BadKey("index0 is 0, but a parent is named: a root has none")
+        many = None
+        if tokens is not None:
+            self._column("tokens", tokens, 4, count)
+            many = np.frombuffer(tokens, "<u4").tolist()
+            most = space.spec.chunk_tokens
+            if any(not 1 <= n <= most for n in many):
+                raise BadKey(f"tokens of a chunk must be from 1 to the spec's {most}")
+        where = None
+        if pos0 is not None:
+            self._column("pos0", pos0, 8, count)
+            where = np.frombuffer(pos0, "<u8").tolist()
+        ttl = min(ttl or self.config.ttl_default_ns, self.config.ttl_max_ns)
+        return Request(
+            space, shards, hashes, parent, index0, fingerprints, many, where, flags, max(ttl, 1)
+        )
+
+    def _write(self, event: ev.Commit | ev.Abort) -> tuple[Write, list[int]]:
+        session = self._session(event.session)
+        write = session.writes.get(event.write)
+        if write is None:
+            raise UnknownHandle(f"write {event.write} is not an unfinished one of this session")
+        if event.items is None:
+            return write, write.granted()
+        return write, unpack_items(event.items, len(write.items))
+
+    def _commit(self, event: ev.Commit) -> None:
+        write, items = self._write(event)
+        if event.digests is not None:
+            self._column("digests", event.digests, ev.DIGEST_BYTES, len(items))
+        self._start(event, self._writes.commit(write, items, event.digests))
+
+    def _abort(self, event: ev.Abort) -> None:
+        write, items = self._write(event)
+        self._start(event, self._writes.abort(write, items))
+
+    # -- loads ----------------------------------------------------------------------------------
+
+    def _lookup(self, event: ev.Lookup) -> None:
+        session = self._session(event.session)
+        space = self._space(session, event.spec, event.kind)
+        count = self._keys(event.hashes)
+        shards = self._shards(space, event.shards, count)
+        if event.fingerprints is not None:
+            self._column("fingerprints", event.fingerprints, ev.FINGERPRINT_BYTES, count)
+        flags = event.flags
+        if flags & ev.LookupFlag.LOAD and not flags & ev.LookupFlag.LEASE:
+            raise ProtocolError("a lookup that loads must lease: set both flags")
+        ask = None
+        if flags & ev.LookupFlag.RESERVE_MISSES:
+            if event.fingerprints is None:
+                raise BadKey("a lookup that reserves its misses needs fingerprints")
+            ask = self._request(
+                space,
+                shards,
+                event.hashes,
+                event.parent,
+                event.index0,
+                event.fingerprints,
+                None,
+                None,
+                0,
+                event.ttl,
+            )
+        if event.lease_ns < 0:
+            raise BadKey("lease_ns is below 0")
+        looked = self._leases.lookup(
+            session, space, shards, event.hashes, event.fingerprints, flags, event.lease_ns
+        )
+        lease = looked.lease
+        load = None
+        if lease is not None and flags & ev.LookupFlag.LOAD:
+            load = self._transfers.load(lease, None, shards)
+        number, expiry = (lease.number, lease.expiry) if lease is not None else (0, 0)
+        result = ac.LookupResult(looked.outcomes, looked.leading, number, expiry, load, None)
+        if ask is None or looked.leading == count:
+            self._reply(event, result)
+            return
+        rest = self._rest(ask, event, looked.leading)
+        self._start(event, self._and_reserve(session, rest, result))
+
+    def _rest(self, ask: Request, event: ev.Lookup, leading: int) -> Request:
+        """The request for the keys behind the leading run."""
+        parent = event.parent
+        if leading and ask.space.chained:
+            parent = event.hashes[32 * (leading - 1) : 32 * leading]
+        return Request(
+            ask.space,
+            ask.shards,
+            event.hashes[32 * leading :],
+            parent,
+            event.index0 + leading,
+            ask.fingerprints[16 * leading :],
+            None,
+            None,
+            0,
+            ask.ttl,
+        )
+
+    def _and_reserve(
+        self, session: Session, ask: Request, result: ac.LookupResult
+    ) -> Work[ac.LookupResult]:
+        reserved = yield from self._writes.reserve(session, ask)
+        return result._replace(reserved=reserved)
+
+    def _lease(self, event: ev.Load | ev.Renew | ev.Release) -> Lease:
+        lease = self._leases.find(self._session(event.session), event.lease)
+        if lease is None:
+            raise UnknownHandle(f"lease {event.lease} is not valid now, or not this group's")
+        return lease
+
+    def _load(self, event: ev.Load) -> None:
+        lease = self._lease(event)
+        items = None if event.items is None else unpack_items(event.items, len(lease.rows))
+        count = len(lease.rows) if items is None else len(items)
+        shards = self._shards(lease.space, event.shards or lease.shards, count)
+        self._reply(event, self._transfers.load(lease, items, shards))
+
+    def _transfer(self, event: ev.Wait | ev.Cancel) -> Transfer:
+        session = self._session(event.session)
+        transfer = self._transfers.by_number.get(event.transfer)
+        if transfer is None or self._leases.find(session, transfer.lease.number) is None:
+            raise UnknownHandle(f"transfer {event.transfer} is not under way for this group")
+        return transfer
+
+    def _wait(self, event: ev.Wait) -> None:
+        transfer = self._transfer(event)
+        after = max(0, min(event.after, len(transfer.outcomes)))
+        waiter = Waiter(event.session, event.request, after, event.deadline)
+        self._transfers.wait(transfer, waiter)
+
+    def _cancel(self, event: ev.Cancel) -> None:
+        self._transfers.cancel(self._transfer(event))
+        self._reply(event, ac.DoneResult())
+
+    def _renew(self, event: ev.Renew) -> None:
+        expiry = self._leases.renew(self._lease(event), max(event.lease_ns, 0))
+        self._reply(event, ac.LeaseResult(expiry, 0))
+
+    def _release(self, event: ev.Release) -> None:
+        chunks = self._leases.end(self._lease(event), "released")
+        self._reply(event, ac.LeaseResult(0, chunks))
+
+    # -- looking in -----------------------------------------------------------------------------
+
+    def _allowed(self, event: ev.Evict | ev.List) -> Session:
+        session = self._session(event.session)
+        wanted = event.selector.namespace
+        if not session.admin and wanted is not None and wanted != session.namespace:
+            raise AuthError(f"namespace {wanted!r} is not this session's: it needs the admin role")
+        return session
+
+    def _evict(self, event: ev.Evict) -> None:
+        session = self._allowed(event)
+        result = self._listing.evict(
+            session, event.selector, event.dry_run, event.cursor, event.limit
+        )
+        self._reply(event, result)
+
+    def _list(self, event: ev.List) -> None:
+        session = self._allowed(event)
+        page = self._listing.page(session, event.level, event.selector, event.cursor, event.limit)
+        self._reply(event, page)
+
+    def _stat(self, event: ev.Stat) -> None:
+        session = self._session(event.session)
+        own = None if session.admin else session.namespace
+        self._reply(event, ac.StatResult({**self.stat(own), "namespace": session.namespace}))
+
+    # -- specs ----------------------------------------------------------------------------------
+
+    def _register(self, event: ev.RegisterSpec) -> None:
+        self._session(event.session)
+        event.spec.validate()
+        specs = self._store.spaces.specs
+        if event.spec.digest not in specs and len(specs) >= self.config.max_specs:
+            raise LimitExceeded(
+                f"{len(specs)} specs are registered, at most {self.config.max_specs} are kept"
+            )
+        self._store.spaces.register(event.spec)
+        self._reply(event, ac.SpecResult(event.spec.digest))

@@ -1,0 +1,224 @@
+"""Making room: a free slot of a size class, by whatever is legal.
+
+The law of this module: only a leaf goes, and only one that is neither leased, nor being written,
+nor relied on by a request in progress, nor possibly read since before a restart. What can be in no
+leading run goes first: chunks in quarantine, and what hangs under a hole. The policy only says in
+which order the others go. NO_SPACE means that every candidate was looked at.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from kvd.core import columns as col
+from kvd.core.actions import AssignSlab
+from kvd.core.columns import NONE
+from kvd.core.jobs import Jobs, Pause, Work, spent
+from kvd.core.reclass import Reclass
+from kvd.core.store import TOUCH_SLICE, Store
+
+_SKIPS = 64  # candidates that are passed over at a time, and then put behind the others
+_DESCENT = 8192  # steps down one hole's subtree at a time
+_SCAN = 1024  # rows looked at where a policy fails
+_WAITS = 8  # times that one slot waits for slabs to be emptied
+
+
+class Found(Enum):
+    DONE = auto()  # something was evicted
+    AGAIN = auto()  # not all candidates were looked at yet
+    NOTHING = auto()
+
+
+class Search:
+    """How far one search for victims has got: candidates passed over, by queue."""
+
+    def __init__(self) -> None:
+        self.passed: dict[int, int] = {}
+        self.failing = False  # the policy raised: rows are scanned instead
+
+
+class Evictions:
+    """Slots on demand."""
+
+    def __init__(self, store: Store, jobs: Jobs) -> None:
+        self._store = store
+        self.reclass = Reclass(store, jobs, self.legal, self.assign)
+        self._hand = 0  # of the scan
+        # the next to go under a hole, so that a long chain is not walked down for each: by queue
+        self._under: dict[int, tuple[int, bytes | None, int, bytes | None]] = {}
+
+    def slot(self, size: int) -> Work[int]:
+        """A slot of a class, taken, as a record number; -1 if nothing can make room now."""
+        store, slabs = self._store, self._store.slabs
+        search, waits = Search(), 0
+        while True:
+            record = slabs.take(size)
+            if record >= 0:
+                return record
+            slab = slabs.blank()
+            if slab < 0:
+                slab = slabs.empty(but=size)
+            if slab >= 0:
+                self.assign(slab, size)
+                continue
+            store.apply_touches(TOUCH_SLICE)
+            if self.reclass.due(size) and self.reclass.start(size, must=False):
+                search = Search()
+                record = slabs.take(size)
+                if record >= 0:
+                    return record
+            found = self.evict_one(size, search)
+            if found is Found.DONE:
+                self.reclass.evicted(size)
+                spent(store)
+            elif found is Found.AGAIN:
+                if spent(store, 10):
+                    yield Pause.SLICE
+            elif self.reclass.active(size) and waits < _WAITS:
+                waits += 1
+                yield Pause.ROOM
+                search = Search()
+            elif waits >= _WAITS or not self.reclass.start(size, must=True):
+                return -1
+
+    def assign(self, slab: int, size: int) -> None:
+        """Give an empty slab to a class."""
+        self._store.slabs.assign(slab, size)
+        self._store.out.append(AssignSlab(slab, size))
+        self._store.counters.own["slabs_assigned", ""] += 1
+
+    def legal(self, row: int) -> bool:
+        """Whether the chunk may go for room now."""
+        store, chunks = self._store, self._store.chunks
+        if not store.resident(row) or chunks.leases[row] or chunks.writing[row]:
+            return False
+        if chunks.child[row] != NONE or row in store.pinned:
+            return False
+        return not (store.hold and store.cells.marks[chunks.cell[row]] & col.ADOPTED)
+
+    def evict_one(self, size: int, search: Search) -> Found:
+        """Remove the chunk with slots of this class that is worth least."""
+        store = self._store
+        queues = [
+            q
+            for q in store.spaces.class_queues.get(size, ())
+            if not (store.hold and store.spaces.queue_adopted[q])
+        ]
+        for queue in queues:
+            for row in store.bad[queue]:
+                if not store.chunks.leases[row] and row not in store.pinned:
+                    store.drop(row, "quarantine", evicted=False)
+                    return Found.DONE
+        for queue in queues:
+            row = self._orphan(queue)
+            if row != NONE:
+                store.drop(row, "capacity", evicted=True)
+                return Found.DONE
+        queue = self._coldest(queues, search)
+        if queue < 0:
+            return Found.NOTHING
+        row = self._victim(queue, search)
+        if row == NONE:
+            return Found.AGAIN
+        store.drop(row, "capacity", evicted=True)
+        return Found.DONE
+
+    def _coldest(self, queues: list[int], search: Search) -> int:
+        """The queue to take from among those that have candidates left, or -1."""
+        store = self._store
+        best, least = -1, 0.0
+        for queue in queues:
+            count = store.chunks.used if search.failing else store.residents[queue]
+            if not store.residents[queue] or search.passed.get(queue, 0) >= count:
+                continue
+            cold: float | None = None
+            if not search.failing:
+                try:
+                    cold = store.policy.coldness(queue, store.now)
+                except Exception:  # noqa: BLE001 - counted; any order is better than none
+                    store.counters.own["policy_errors", ""] += 1
+                    search.failing = True
+            if best < 0 or (cold is not None and cold < least):
+                best, least = queue, 0.0 if cold is None else cold
+        return best
+
+    def _victim(self, queue: int, search: Search) -> int:
+        """The first legal candidate of a queue, or NONE after a bounded number of others."""
+        store = self._store
+        if not search.failing:
+            try:
+                skipped: list[int] = []
+                for row in store.policy.victims(queue, store.now):
+                    if self.legal(row):
+                        break
+                    skipped.append(row)
+                    if len(skipped) >= _SKIPS:
+                        row = NONE
+                        break
+                else:
+                    row = NONE
+                    search.passed[queue] = store.residents[queue]
+                if skipped:
+                    # What is in use now is not cold; without this it would be met every time.
+                    skipped.reverse()
+                    store.policy.touch(skipped, store.now)
+                search.passed[queue] = search.passed.get(queue, 0) + len(skipped)
+                return row
+            except Exception:  # noqa: BLE001 - counted; eviction goes on without advice
+                store.counters.own["policy_errors", ""] += 1
+                search.failing = True
+        return self._scan(queue, search)
+
+    def _scan(self, queue: int, search: Search) -> int:
+        """A legal chunk of a queue by its row number, where the policy gives no advice."""
+        store, chunks = self._store, self._store.chunks
+        for _ in range(_SCAN):
+            self._hand = (self._hand + 1) % max(chunks.used, 1)
+            search.passed[queue] = search.passed.get(queue, 0) + 1
+            row = self._hand
+            if chunks.space[row] and self.legal(row) and store.queue(row) == queue:
+                return row
+        return NONE
+
+    def _orphan(self, queue: int) -> int:
+        """A legal leaf under a hole, or NONE."""
+        store = self._store
+        keys = store.chunks.keys
+        holes = store.holes[queue]
+        if not holes:
+            return NONE
+        if queue in self._under:
+            hole, hole_key, row, key = self._under.pop(queue)
+            if hole in holes and keys[hole] is hole_key and keys[row] is key and row != hole:
+                leaf = self._leaf(row)
+                if leaf != NONE:
+                    return self._found(queue, hole, leaf)
+        for hole in list(holes)[:4] if len(holes) < 64 else [next(iter(holes))]:
+            leaf = self._leaf(hole)
+            if leaf != NONE:
+                return self._found(queue, hole, leaf)
+            holes.pop(hole)
+            holes[hole] = None  # others first, next time
+        return NONE
+
+    def _found(self, queue: int, hole: int, leaf: int) -> int:
+        keys = self._store.chunks.keys
+        above = self._store.chunks.parent[leaf]
+        self._under[queue] = (hole, keys[hole], above, keys[above])
+        return leaf
+
+    def _leaf(self, top: int) -> int:
+        """The first legal leaf below a chunk (or itself), or NONE within a bounded walk."""
+        chunks = self._store.chunks
+        row = top
+        for _ in range(_DESCENT):
+            while chunks.child[row] != NONE:
+                row = chunks.child[row]
+            if self.legal(row):
+                return row
+            while row != top and chunks.next[row] == NONE:
+                row = chunks.parent[row]
+            if row == top:
+                return NONE
+            row = chunks.next[row]
+        return NONE

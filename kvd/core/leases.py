@@ -1,0 +1,292 @@
+"""Lookups and the leases that they give.
+
+The law of this module: a hit is a chunk that is there with all shards asked, under the same
+fingerprint; a leading run ends at the first key that is no hit, and at a chunk whose parent is
+absent. What a lookup promised stays until its lease ends: by release, by its session's end, or by
+the clock. A lookup without a lease changes nothing but counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvd.chunk import Outcome
+from kvd.core import columns as col
+from kvd.core.actions import LeaseHorizon
+from kvd.core.columns import NONE
+from kvd.core.events import LookupFlag
+from kvd.core.jobs import Pause, Work, spent
+from kvd.core.sessions import Session
+from kvd.core.spaces import Space
+from kvd.core.store import Store
+
+Rows = NDArray[np.int64]
+
+_OK = bytes([Outcome.OK])
+_SKIPPED = bytes([Outcome.SKIPPED])
+_OUTCOME = {"mismatch": Outcome.MISMATCH, "partial": Outcome.PARTIAL}
+
+
+class Lease:
+    """Chunks that stay. `rows` by position in the lease; a chunk may stand there twice."""
+
+    def __init__(
+        self, number: int, session: Session, space: Space, shards: tuple[int, ...], rows: Rows
+    ) -> None:
+        self.number = number
+        self.session = session
+        self.namespace = session.namespace
+        self.group = session.group
+        self.space = space
+        self.shards = shards
+        self.rows = rows
+        self.expiry = 0
+        self.bytes = len(rows) * space.chunk_slot_bytes
+        self.loaded: NDArray[np.bool_] | None = None  # positions counted by a first load
+        self.transfers: list[int] = []
+
+
+class Looked(NamedTuple):
+    outcomes: bytes
+    leading: int
+    lease: Lease | None
+
+
+class Leases:
+    """All leases by number."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.by_number: dict[int, Lease] = {}
+        self.ended: Callable[[Lease], None] = lambda lease: None  # told before a lease ends
+        self._horizon = 0
+
+    # -- lookup ---------------------------------------------------------------------------------
+
+    def lookup(
+        self,
+        session: Session,
+        space: Space,
+        shards: tuple[int, ...],
+        hashes: bytes,
+        fingerprints: bytes | None,
+        flags: int,
+        lease_ns: int,
+    ) -> Looked:
+        """What is there of these keys."""
+        store = self._store
+        asked = len(hashes) // 32
+        every = bool(flags & LookupFlag.EVERY)
+        ids = space.get_many(hashes)
+        upto = asked
+        if not every and NONE in ids:
+            upto = ids.index(NONE)
+        rows = np.array(ids if upto == asked else ids[:upto], np.int64)
+        good = self._good(space, shards, rows, fingerprints)
+        run = good
+        if space.chained:
+            run = good & (store.chunks.np_ready[store.chunks.np_parent[rows]] > 0)
+        leading = upto if run.all() else int(run.argmin())
+        counts = store.counters.tenant(space.namespace)
+        counts["lookups", ""] += 1
+        counts["chunks_asked", ""] += asked
+        if every:
+            hits = np.flatnonzero(good)
+            outcomes = self._every(space, shards, ids, good, fingerprints)
+        else:
+            hits = np.arange(leading)
+            outcomes = self._run(space, shards, ids, leading, fingerprints)
+        lease = None
+        if flags & LookupFlag.LEASE and len(hits):
+            left = store.config.lease_cap - session.lease_bytes
+            room = max(left, 0) // space.chunk_slot_bytes
+            if room < len(hits):
+                cut = int(hits[room])
+                outcomes = self._cut(outcomes, cut, every)
+                over = len(hits) - room if every else 1
+                counts["chunks_missed", "over_quota"] += over
+                counts["chunks_missed", "skipped"] += len(hits) - room - over
+                hits = hits[:room]
+                leading = min(leading, cut)
+            if len(hits):
+                lease = self._give(session, space, shards, rows[hits], lease_ns)
+        counts["chunks_hit", ""] += len(hits)
+        space.hits += len(hits)
+        return Looked(outcomes, leading, lease)
+
+    def _good(
+        self, space: Space, shards: tuple[int, ...], rows: Rows, fingerprints: bytes | None
+    ) -> NDArray[np.bool_]:
+        """Which rows (NONE: no row) have all shards ready and the fingerprint asked."""
+        store, chunks = self._store, self._store.chunks
+        there: NDArray[np.bool_]
+        if len(shards) == space.shards:
+            there = chunks.np_ready[rows] == space.shards
+        else:
+            there = chunks.np_ready[rows] > 0
+            first = chunks.np_cell[rows].astype(np.int64)
+            for shard in shards:
+                there &= store.cells.np_state[np.where(there, first + shard, 0)] == col.READY
+        there &= rows >= 0
+        if fingerprints is not None:
+            asked = np.frombuffer(fingerprints, np.uint64, 2 * len(rows)).reshape(-1, 2)
+            there &= (chunks.np_print[rows] == asked).all(axis=1)
+        return there
+
+    def _why(
+        self, space: Space, shards: tuple[int, ...], row: int, fingerprint: bytes | None
+    ) -> str:
+        """Why a key is no hit."""
+        store, chunks = self._store, self._store.chunks
+        if row == NONE or store.is_empty(row):
+            return "absent"
+        if fingerprint is not None and chunks.print[16 * row : 16 * row + 16] != fingerprint:
+            return "mismatch"
+        first = chunks.cell[row]
+        states = {store.cells.state[first + shard] for shard in shards}
+        if col.BAD in states:
+            return "quarantined"
+        if states == {col.READY}:
+            return "orphan"
+        if col.READY in states:
+            return "partial"
+        return "writing" if col.WRITING in states else "absent"
+
+    def _miss(
+        self,
+        space: Space,
+        shards: tuple[int, ...],
+        ids: list[int],
+        at: int,
+        fingerprints: bytes | None,
+    ) -> Outcome:
+        """Outcome of a key that is no hit; counted."""
+        fingerprint = None if fingerprints is None else fingerprints[16 * at : 16 * at + 16]
+        why = self._why(space, shards, ids[at], fingerprint)
+        counts = self._store.counters.tenant(space.namespace)
+        counts["chunks_missed", why] += 1
+        if why == "mismatch":
+            counts["key_mismatches", "lookup"] += 1
+        return _OUTCOME.get(why, Outcome.MISS)
+
+    def _run(
+        self,
+        space: Space,
+        shards: tuple[int, ...],
+        ids: list[int],
+        leading: int,
+        fingerprints: bytes | None,
+    ) -> bytes:
+        """Outcomes where only the leading run counts."""
+        rest = len(ids) - leading
+        if not rest:
+            return _OK * leading
+        first = self._miss(space, shards, ids, leading, fingerprints)
+        if rest > 1:
+            counts = self._store.counters.tenant(space.namespace)
+            counts["chunks_missed", "skipped"] += rest - 1
+        return _OK * leading + bytes([first]) + _SKIPPED * (rest - 1)
+
+    def _every(
+        self,
+        space: Space,
+        shards: tuple[int, ...],
+        ids: list[int],
+        good: NDArray[np.bool_],
+        fingerprints: bytes | None,
+    ) -> bytes:
+        """Outcomes where every key counts."""
+        outcomes = bytearray(_OK * len(ids))
+        for at in np.flatnonzero(~good).tolist():
+            outcomes[at] = self._miss(space, shards, ids, at, fingerprints)
+        return bytes(outcomes)
+
+    def _cut(self, outcomes: bytes, at: int, every: bool) -> bytes:
+        """Outcomes where the session's cap on leases is reached at key `at`."""
+        over = bytes([Outcome.OVER_QUOTA])
+        if not every:
+            return outcomes[:at] + over + _SKIPPED * (len(outcomes) - at - 1)
+        return outcomes[:at] + outcomes[at:].replace(_OK, over)
+
+    # -- leases ---------------------------------------------------------------------------------
+
+    def _give(
+        self, session: Session, space: Space, shards: tuple[int, ...], rows: Rows, lease_ns: int
+    ) -> Lease:
+        store, chunks = self._store, self._store.chunks
+        lease = Lease(store.handle(), session, space, shards, rows)
+        once = self._once(rows)
+        before = chunks.np_leases[once]
+        store.leased_chunks += len(once) - int(np.count_nonzero(before))
+        chunks.np_leases[once] = before + 1
+        chunks.np_hits[once] += np.uint32(1)
+        chunks.np_last[once] = store.now
+        self.by_number[lease.number] = lease
+        session.leases[lease.number] = lease
+        session.lease_bytes += lease.bytes
+        self._set_expiry(lease, lease_ns)
+        store.counters.tenant(space.namespace)["leases_given", ""] += 1
+        if space.chained and len(rows) > 1:
+            follows = chunks.np_parent[rows[1:]] == rows[:-1]
+            tips = [*rows[:-1][~follows].tolist(), int(rows[-1])]
+        else:
+            tips = rows.tolist()
+        for tip in tips:
+            store.touch(tip)
+        return lease
+
+    def _once(self, rows: Rows) -> Rows:
+        """The rows without repetition."""
+        return rows if len(set(rows.tolist())) == len(rows) else np.unique(rows)
+
+    def _set_expiry(self, lease: Lease, lease_ns: int) -> None:
+        store, config = self._store, self._store.config
+        length = min(lease_ns or config.lease_default_ns, config.lease_max_ns)
+        if lease.expiry:
+            store.timers.remove(lease.expiry, "lease", lease.number)
+        lease.expiry = store.now + length
+        store.timers.add(lease.expiry, "lease", lease.number)
+        if lease.expiry > self._horizon:
+            self._horizon = lease.expiry + config.horizon_slack_ns
+            store.out.append(LeaseHorizon(self._horizon))
+
+    def find(self, session: Session, number: int) -> Lease | None:
+        """A lease that this session may use now."""
+        lease = self.by_number.get(number)
+        if lease is None or lease.session.closed or self._store.now >= lease.expiry:
+            return None
+        if (lease.namespace, lease.group) != (session.namespace, session.group):
+            return None
+        return lease
+
+    def renew(self, lease: Lease, lease_ns: int) -> int:
+        """The new expiry. It may be earlier than the old one."""
+        self._set_expiry(lease, lease_ns)
+        return lease.expiry
+
+    def end(self, lease: Lease, reason: str) -> int:
+        """Let the chunks go; how many positions the lease had."""
+        store, chunks = self._store, self._store.chunks
+        self.ended(lease)
+        del self.by_number[lease.number]
+        lease.session.leases.pop(lease.number, None)
+        lease.session.lease_bytes -= lease.bytes
+        store.timers.remove(lease.expiry, "lease", lease.number)
+        once = self._once(lease.rows)
+        left = chunks.np_leases[once] - 1
+        chunks.np_leases[once] = left
+        store.leased_chunks -= len(once) - int(np.count_nonzero(left))
+        store.counters.tenant(lease.namespace)["leases_ended", reason] += 1
+        return len(lease.rows)
+
+    def close(self, session: Session) -> Work[None]:
+        """End all leases of a session that is over."""
+        for lease in list(session.leases.values()):
+            if lease.number in self.by_number:
+                self.end(lease, "session")
+                if spent(self._store, 2):
+                    yield Pause.SLICE

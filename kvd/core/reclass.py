@@ -1,0 +1,320 @@
+"""Slabs that change class: one class's memory becomes another's.
+
+The law of this module: a slab is emptied only as cheaply as it can be: of a class whose coldest
+chunks are colder than the asking class's own, the slab with the lowest sum of value. What in it is
+hot and unleased is copied to another slab of its class, in the place of something colder; what is
+leased, being written or condemned makes the attempt end, and the slab stays what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvd.chunk import State
+from kvd.core import columns as col
+from kvd.core.actions import Copy
+from kvd.core.jobs import Jobs, Pause, Work, spent
+from kvd.core.slabs import DETACHED, NOBODY
+from kvd.core.store import Store
+
+_SLABS = 32  # looked at for one decision
+_SAMPLE = 16  # slots looked at in each
+_DEPTH = 128  # candidates looked at to see how cold a class is
+_TRIES = 4
+
+
+class Move(NamedTuple):
+    """A slot on its way to another slab."""
+
+    cell: int
+    generation: int
+    source: int
+    target: int
+    slab: int
+
+
+class Reclass:
+    """`legal(row)`: whether a chunk may be evicted; `assign(slab, size)`: give it a class."""
+
+    def __init__(
+        self,
+        store: Store,
+        jobs: Jobs,
+        legal: Callable[[int], bool],
+        assign: Callable[[int, int], None],
+    ) -> None:
+        self._store = store
+        self._jobs = jobs
+        self._legal = legal
+        self._assign = assign
+        self._active: dict[int, int] = {}  # asking class -> slab that is being emptied
+        self._evicted: dict[int, int] = {}  # asking class -> own evictions since the last look
+        self._moves: dict[int, Move] = {}
+        self._leaving: dict[int, int] = {}  # slab -> moves that are under way
+        self._hand = 0
+
+    @property
+    def moves(self) -> int:
+        return len(self._moves)
+
+    def active(self, size: int) -> bool:
+        """Whether a slab is being emptied for this class."""
+        return size in self._active
+
+    def evicted(self, size: int) -> None:
+        """The class made room among its own."""
+        self._evicted[size] = self._evicted.get(size, 0) + 1
+
+    def due(self, size: int) -> bool:
+        """Whether it is time to look at other classes: now and then, for a look costs."""
+        if size in self._active or len(self._store.spaces.class_queues) < 2:
+            return False
+        seen = self._evicted.get(size)
+        return seen is None or seen >= max(4, self._store.config.slab_size // size // 8)
+
+    def start(self, size: int, *, must: bool) -> bool:
+        """Begin to empty the best slab of another class; `must`: the class has nothing of its own
+        to give. False if there is none, or it gives up at once."""
+        store = self._store
+        self._evicted[size] = 0
+        if size in self._active:
+            return False
+        own = None if must else self._coldness(size)
+        for _ in range(_TRIES):
+            best = self._choose(size, own)
+            if best is None:
+                return False
+            slab, limit = best
+            self._jobs.start(self._empty(slab, size, limit))
+            if size in self._active or store.slabs.slot_sizes[slab] == size:
+                return True
+        return False
+
+    # -- which ----------------------------------------------------------------------------------
+
+    def _coldness(self, size: int) -> float | None:
+        store = self._store
+        best: float | None = None
+        for queue in store.spaces.class_queues.get(size, ()):
+            if store.residents[queue]:
+                cold = store.policy.coldness(queue, store.now)
+                if cold is not None and (best is None or cold < best):
+                    best = cold
+        return best
+
+    def _reach(self, size: int, count: int) -> float | None:
+        """Value of about the `count`-th coldest chunk of a class: all below could be evicted."""
+        store = self._store
+        values: list[float] = []
+        for queue in store.spaces.class_queues.get(size, ()):
+            if not store.residents[queue]:
+                continue
+            for n, row in enumerate(store.policy.victims(queue, store.now)):
+                if n >= count:
+                    break
+                values.append(store.policy.value(row, store.now))
+        if not values:
+            return None
+        values.sort()
+        return values[min(count, len(values)) - 1]
+
+    def _choose(self, size: int, own: float | None) -> tuple[int, float] | None:
+        """(slab, value up to which its chunks are evicted rather than moved), or None."""
+        store, slabs = self._store, self._store.slabs
+        try:
+            best: tuple[float, int, float] | None = None
+            reach: dict[int, float | None] = {}
+            looked = 0
+            for step in range(slabs.open):
+                slab = (self._hand + step) % slabs.open
+                other = slabs.slot_sizes[slab]
+                if not other or other == size or slab in slabs.draining:
+                    continue
+                if looked >= _SLABS:
+                    break
+                looked += 1
+                if other not in reach:
+                    reach[other] = self._reach(other, min(_DEPTH, slabs.taken[slab]))
+                limit = reach[other]
+                if own is not None and (limit is None or limit >= own):
+                    continue
+                cost = self._cost(slab, self._coldness(other) or 0.0)
+                if cost is not None and (best is None or cost < best[0]):
+                    best = (cost, slab, float("inf") if limit is None else limit)
+            self._hand = (self._hand + 1) % max(slabs.open, 1)
+            return None if best is None else best[1:]
+        except Exception:  # noqa: BLE001 - a policy that raises: counted, no slab changes
+            store.counters.own["policy_errors", ""] += 1
+            return None
+
+    def _cost(self, slab: int, cold: float) -> float | None:
+        """Sum of value of a slab's chunks above its class's coldest, from a sample; None if
+        something in it can't leave."""
+        store = self._store
+        owner = store.slabs.owner[slab]
+        assert owner is not None
+        held = owner[owner != NOBODY]
+        if (held == DETACHED).any():
+            return None
+        rows = store.cells.np_chunk[held]
+        chunks = store.chunks
+        if chunks.np_leases[rows].any() or chunks.np_writing[rows].any():
+            return None
+        if store.hold and (store.cells.np_marks[held] & col.ADOPTED).any():
+            return None
+        sample = rows[:: max(1, len(rows) // _SAMPLE)]
+        if not len(sample):
+            return 0.0
+        total = sum(max(0.0, store.policy.value(int(r), store.now) - cold) for r in sample)
+        return (total / len(sample) + 1e-9) * len(rows)
+
+    # -- emptying -------------------------------------------------------------------------------
+
+    def _empty(self, slab: int, size: int, limit: float) -> Work[None]:
+        store, slabs = self._store, self._store.slabs
+        self._active[size] = slab
+        slabs.drain(slab)
+        done = yield from self._clear(slab, limit)
+        while self._leaving.get(slab):
+            yield Pause.COPY
+        done = done and not slabs.taken[slab]
+        del self._active[size]
+        if done:
+            self._assign(slab, size)
+        else:
+            slabs.undrain(slab)
+        store.counters.own["slab_changes", "done" if done else "given_up"] += 1
+        self._jobs.wake(Pause.ROOM)
+
+    def _clear(self, slab: int, limit: float) -> Work[bool]:
+        """Evict or move all that is in the slab, leaves first; False if something can't leave."""
+        store, cells, chunks = self._store, self._store.cells, self._store.chunks
+        owner = store.slabs.owner[slab]
+        assert owner is not None
+        slots = np.flatnonzero(owner != NOBODY)
+        if (owner[slots] == DETACHED).any():
+            return False
+        depth = chunks.np_index[cells.np_chunk[owner[slots]]].astype(np.int64)
+        for slot in slots[np.argsort(-depth, kind="stable")].tolist():
+            cell = int(owner[slot])
+            if cell == NOBODY:
+                continue  # it went meanwhile
+            if cell == DETACHED:
+                return False
+            row = cells.chunk[cell]
+            if chunks.leases[row] or chunks.writing[row] or row in store.pinned:
+                return False
+            if store.hold and cells.marks[cell] & col.ADOPTED:
+                return False
+            if cells.state[cell] == col.BAD:
+                store.drop(row, "quarantine", evicted=False)
+            elif self._legal(row) and self._value(row) <= limit:
+                store.drop(row, "slab", evicted=True)
+            elif not self._move(cell, slab):
+                if not self._legal(row):
+                    return False
+                store.drop(row, "slab", evicted=True)
+            if spent(store):
+                yield Pause.SLICE
+            while len(self._moves) >= store.config.copies_in_flight:
+                yield Pause.COPY
+        return True
+
+    def _value(self, row: int) -> float:
+        try:
+            return self._store.policy.value(row, self._store.now)
+        except Exception:  # noqa: BLE001 - counted; without advice nothing is hot
+            self._store.counters.own["policy_errors", ""] += 1
+            return float("-inf")
+
+    def _move(self, cell: int, slab: int) -> bool:
+        """Start to copy a slot to another slab of its class; False if there is no place."""
+        store, cells = self._store, self._store.cells
+        if cells.marks[cell] & col.MOVING:
+            return True
+        source = cells.record[cell]
+        size = store.slabs.slot_sizes[slab]
+        target = store.slabs.take(size)
+        if target < 0 and self._make_place(cells.chunk[cell], slab, size):
+            target = store.slabs.take(size)
+        if target < 0:
+            return False
+        copy = store.handle()
+        self._moves[copy] = Move(cell, cells.generation[cell], source, target, slab)
+        self._leaving[slab] = self._leaving.get(slab, 0) + 1
+        cells.marks[cell] |= col.MOVING
+        row = cells.chunk[cell]
+        space = store.spaces.of(store.chunks.space[row])
+        nbytes = space.nbytes[cell - store.chunks.cell[row]]
+        offset = store.slabs.offset
+        store.out.append(Copy(copy, offset(source), offset(target), nbytes))
+        return True
+
+    def _make_place(self, row: int, slab: int, size: int) -> bool:
+        """Evict something colder of the class from another slab."""
+        store = self._store
+        value = self._value(row)
+        try:
+            for queue in store.spaces.class_queues.get(size, ()):
+                if not store.residents[queue]:
+                    continue
+                for n, other in enumerate(store.policy.victims(queue, store.now)):
+                    if n >= _DEPTH or store.policy.value(other, store.now) >= value:
+                        break
+                    if self._legal(other) and self._elsewhere(other, slab, size):
+                        store.drop(other, "slab", evicted=True)
+                        return True
+        except Exception:  # noqa: BLE001 - counted; then there is no place
+            store.counters.own["policy_errors", ""] += 1
+        return False
+
+    def _elsewhere(self, row: int, slab: int, size: int) -> bool:
+        """Whether the chunk has a slot of the class that would be free for others."""
+        store = self._store
+        first = store.chunks.cell[row]
+        shards = store.spaces.of(store.chunks.space[row]).shards
+        for cell in range(first, first + shards):
+            if store.cells.state[cell] == col.READY:
+                record = store.cells.record[cell]
+                where = store.slabs.slab_of(record)
+                if where not in store.slabs.draining and store.slabs.size_of(record) == size:
+                    return True
+        return False
+
+    def copied(self, copy: int, ok: bool) -> None:
+        """A copy is done: the shard stands in its new slot from now on, unless it has changed or
+        somebody got a lease on the old one."""
+        store, cells = self._store, self._store.cells
+        move = self._moves.pop(copy, None)
+        if move is None:
+            return
+        left = self._leaving[move.slab] - 1
+        if left:
+            self._leaving[move.slab] = left
+        else:
+            del self._leaving[move.slab]
+        cell = move.cell
+        same = (
+            cells.state[cell] == col.READY
+            and cells.generation[cell] == move.generation
+            and cells.record[cell] == move.source
+        )
+        if same:
+            cells.marks[cell] &= ~col.MOVING & 0xFF
+        if ok and same and not store.chunks.leases[cells.chunk[cell]]:
+            cells.record[cell] = move.target
+            cells.generation[cell] = store.generation()
+            store.slabs.set_cell(move.target, cell)
+            if cells.marks[cell] & col.SEALING:  # the old place is being sealed, in vain
+                cells.marks[cell] &= ~col.SEALING & 0xFF
+                store.unsealed.append(cell)
+            store.write_record(cell, State.READY)
+            store.free_slot(move.source)
+            store.counters.own["slots_moved", "done"] += 1
+        else:
+            store.slabs.give(move.target)
+            store.counters.own["slots_moved", "given_up"] += 1
+        self._jobs.wake(Pause.COPY)

@@ -1,0 +1,57 @@
+"""Sealing: digests of stored payloads, taken in the background.
+
+The law of this module: a chunk is readable before it is sealed, for a copy from a GPU has no CPU
+pass that could hash on its way; and a digest counts only for the very slot and generation that was
+hashed.
+"""
+
+from __future__ import annotations
+
+from kvd.chunk import HeaderFlag
+from kvd.core import columns as col
+from kvd.core.actions import PatchRecord, Seal
+from kvd.core.store import Store
+
+
+class Seals:
+    """Digests taken in the background, oldest first, a few at a time."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._in_flight: dict[tuple[int, int], int] = {}
+
+    def pump(self) -> None:
+        store, cells = self._store, self._store.cells
+        while store.unsealed and len(self._in_flight) < store.config.seals_in_flight:
+            cell = store.unsealed.popleft()
+            if cells.state[cell] != col.READY or cells.marks[cell] & (col.SEALED | col.SEALING):
+                continue
+            cells.marks[cell] |= col.SEALING
+            record, generation = cells.record[cell], cells.generation[cell]
+            self._in_flight[record, generation] = cell
+            row = cells.chunk[cell]
+            space = store.spaces.of(store.chunks.space[row])
+            nbytes = space.nbytes[cell - store.chunks.cell[row]]
+            store.out.append(Seal(record, generation, store.slabs.offset(record), nbytes))
+
+    def sealed(self, record: int, generation: int, digest: bytes) -> None:
+        """A digest was computed; an empty one says that it could not be."""
+        store, cells = self._store, self._store.cells
+        cell = self._in_flight.pop((record, generation), None)
+        if cell is None:
+            return
+        same = (
+            cells.state[cell] == col.READY
+            and cells.generation[cell] == generation
+            and cells.record[cell] == record
+        )
+        if same and len(digest) == 16:
+            cells.set_digest(cell, digest)
+            cells.marks[cell] = (cells.marks[cell] | col.SEALED) & ~col.SEALING & 0xFF
+            flags = store.chunks.flags[cells.chunk[cell]] | HeaderFlag.SEALED
+            store.out.append(PatchRecord(record, flags=flags, digest=digest))
+            store.counters.own["shards_sealed", "daemon"] += 1
+        elif same:
+            cells.marks[cell] &= ~col.SEALING & 0xFF
+            store.counters.own["seals_failed", ""] += 1
+        self.pump()

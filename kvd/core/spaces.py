@@ -1,0 +1,134 @@
+"""Spaces: all chunks of one (namespace, spec, kind), and the specs that are known.
+
+The law of this module: a key is looked up in the asker's own space only, so a foreign key is a
+miss like any other. The index of a space is 256 dictionaries by the key's first byte: a dictionary
+of a million keys stops for 30 ms when it grows, one of four thousand for 0.1 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvd.chunk import Kind, KVSpec, namespace_digest
+from kvd.core.columns import NONE
+from kvd.core.config import slot_size
+
+_EMPTY: dict[bytes, int] = {}  # stands for every dictionary that has no key yet; never written
+
+
+class Space:
+    """What is common to its chunks, its index and its sums."""
+
+    def __init__(self, number: int, namespace: str, spec: KVSpec, kind: int) -> None:
+        self.number = number
+        self.namespace = namespace
+        self.spec = spec
+        self.digest = spec.digest
+        self.namespace_digest = namespace_digest(namespace)
+        self.kind = kind
+        self.chained = kind == Kind.PREFIX
+        self.shards = len(spec.shards)
+        self.nbytes = tuple(s.nbytes for s in spec.shards)
+        self.slot_sizes = tuple(slot_size(n) for n in self.nbytes)
+        self.chunk_slot_bytes = sum(self.slot_sizes)
+        self.classes = tuple(sorted(set(self.slot_sizes)))
+        self.queues = (NONE, NONE)  # of the policy: for chunks of this life, for adopted ones
+        self.chunks = 0  # with at least one shard that is ready or in quarantine
+        self.bytes = 0  # payload bytes of those shards
+        self.hits = 0
+        self._index: list[dict[bytes, int]] = [_EMPTY] * 256
+
+    def get(self, key: bytes) -> int:
+        """Chunk id, or NONE."""
+        return self._index[key[0]].get(key, NONE)
+
+    def get_many(self, hashes: bytes) -> list[int]:
+        """Ids (or NONE) of packed 32-byte keys."""
+        index = self._index
+        none = NONE
+        keys = [hashes[at : at + 32] for at in range(0, len(hashes), 32)]
+        return [index[key[0]].get(key, none) for key in keys]
+
+    def put(self, key: bytes, chunk: int) -> None:
+        part = self._index[key[0]]
+        if part is _EMPTY:
+            part = self._index[key[0]] = {}
+        part[key] = chunk
+
+    def remove(self, key: bytes) -> None:
+        del self._index[key[0]][key]
+
+    def fill(self, first_byte: int, part: dict[bytes, int]) -> None:
+        """All keys with one first byte at once, for adoption. Pre: there are none yet."""
+        self._index[first_byte] = part
+
+    def first(self, start: int = 0) -> int:
+        """Any chunk id, or NONE."""
+        for part in self._index[start:]:
+            for chunk in part.values():
+                return chunk
+        return NONE
+
+
+class Spaces:
+    """All spaces by number (from 1), and the registry of specs and namespaces."""
+
+    def __init__(self) -> None:
+        self.specs: dict[bytes, KVSpec] = {}
+        self.namespaces: dict[str, None] = {}
+        self.version = 0  # rises when a spec or namespace is new
+        self._numbers: dict[tuple[str, bytes, int], int] = {}
+        self.by_number: list[Space | None] = [None]
+        self._queues: dict[tuple[str, tuple[int, ...], bool], int] = {}
+        self.queue_classes: list[tuple[int, ...]] = []
+        self.queue_adopted: list[bool] = []
+        self.class_queues: dict[int, list[int]] = {}  # slot size -> queues with such slots
+
+    def register(self, spec: KVSpec) -> None:
+        if spec.digest not in self.specs:
+            self.specs[spec.digest] = spec
+            self.version += 1
+
+    def name(self, namespace: str) -> None:
+        if namespace not in self.namespaces:
+            self.namespaces[namespace] = None
+            self.version += 1
+
+    def find(self, namespace: str, spec: bytes, kind: int) -> Space | None:
+        number = self._numbers.get((namespace, spec, kind))
+        return None if number is None else self.by_number[number]
+
+    def make(self, namespace: str, spec: bytes, kind: int) -> Space:
+        """The space, new if need be. Pre: the spec is registered."""
+        found = self.find(namespace, spec, kind)
+        if found is not None:
+            return found
+        number = len(self.by_number)
+        space = Space(number, namespace, self.specs[spec], kind)
+        space.queues = (
+            self._queue(namespace, space.classes, False),
+            self._queue(namespace, space.classes, True),
+        )
+        self._numbers[namespace, spec, kind] = number
+        self.by_number.append(space)
+        self.name(namespace)
+        return space
+
+    def of(self, number: int) -> Space:
+        space = self.by_number[number]
+        assert space is not None
+        return space
+
+    def all(self) -> Sequence[Space]:
+        return [space for space in self.by_number if space is not None]
+
+    def _queue(self, namespace: str, classes: tuple[int, ...], adopted: bool) -> int:
+        name = (namespace, classes, adopted)
+        queue = self._queues.get(name)
+        if queue is None:
+            queue = self._queues[name] = len(self.queue_classes)
+            self.queue_classes.append(classes)
+            self.queue_adopted.append(adopted)
+            for size in classes:
+                self.class_queues.setdefault(size, []).append(queue)
+        return queue

@@ -1,0 +1,361 @@
+"""What all parts of the core share: rows, slots, spaces, the policy, and the life of a chunk.
+
+The law of this module: a chunk's row exists while it has bytes, a writer, or children. One with
+children only is a *hole*: its children are orphans, in no leading run, and the first to go. All
+changes of a chunk's counts end in `settle`, which alone moves it in and out of the policy, the
+holes and the index.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from kvd.chunk import NO_PARENT, ChunkHeader, HeaderFlag, State
+from kvd.core import columns as col
+from kvd.core.actions import Action, PatchRecord, WriteRecord
+from kvd.core.columns import NONE, Cells, Chunks
+from kvd.core.config import SECOND_NS, CoreConfig
+from kvd.core.counters import Counters
+from kvd.core.sessions import Sessions
+from kvd.core.slabs import DETACHED, Slabs
+from kvd.core.spaces import Space, Spaces
+from kvd.core.timers import Timers
+from kvd.eviction.base import Policy
+
+_NO_ID = bytes(16)
+TOUCH_SLICE = 1024  # chunks whose recency is applied at once
+
+
+def ghost(key: bytes | None) -> int:
+    """64 bits that stand for a key in a policy's memory of what it evicted."""
+    return 0 if key is None else int.from_bytes(key[8:16], "little")
+
+
+class Store:
+    """The state of the core, without what belongs to one kind of request."""
+
+    def __init__(self, config: CoreConfig, policy: Policy) -> None:
+        self.config = config
+        self.policy = policy
+        self.chunks = Chunks(config.rows)
+        self.cells = Cells(config.rows)
+        self.slabs = Slabs(config)
+        self.spaces = Spaces()
+        self.sessions = Sessions()
+        self.counters = Counters()
+        self.timers = Timers()
+        self.out: list[Action] = []
+        self.now = 0
+        self.units = 0  # work done in this slice, see jobs.py
+        self.draining = False  # takes no stores any more
+        # Handles and generations go on from the epoch, so that none is ever given twice, in this
+        # life or another.
+        self._handle = config.epoch
+        self._generation = config.epoch
+        self.holes: list[dict[int, None]] = []  # by queue
+        self.bad: list[dict[int, None]] = []  # by queue: nothing left but quarantined shards
+        self.residents: list[int] = []  # by queue: chunks in the policy
+        self.husks: deque[int] = deque()  # rows that may be empty by now
+        self.pinned: dict[int, int] = {}  # chunks that a request in progress relies on
+        self.touches: deque[tuple[int, bytes, int]] = deque()  # (chunk, its key, when)
+        self.unsealed: deque[int] = deque()  # cells
+        self.leased_chunks = 0
+        self.writing_bytes = 0
+        self.condemned_bytes = 0
+        self.hold = False  # adopted slots may still have readers of an earlier life
+        self.held: list[int] = []  # their records, freed meanwhile
+        self.held_bytes = 0
+
+    # -- numbers --------------------------------------------------------------------------------
+
+    def handle(self) -> int:
+        """A new lease, write, transfer or copy id."""
+        self._handle += 1
+        return self._handle
+
+    def generation(self) -> int:
+        self._generation += 1
+        return self._generation
+
+    def seen_generation(self, generation: int) -> None:
+        """Generations given from now on are higher."""
+        self._generation = max(self._generation, generation)
+
+    def unix_ns(self) -> int:
+        return self.now + self.config.unix_offset_ns
+
+    # -- rows -----------------------------------------------------------------------------------
+
+    def add_chunk(self, space: Space, key: bytes, parent: int, index: int) -> int:
+        """A new, empty row in the index and in the tree, or NONE if there is no row left. The
+        caller gives it something to live for, or calls `settle`."""
+        chunks = self.chunks
+        row = chunks.take()
+        if row == NONE:
+            return NONE
+        chunks.keys[row] = key
+        chunks.space[row] = space.number
+        chunks.index[row] = index
+        chunks.child[row] = NONE
+        chunks.cell[row] = NONE
+        chunks.ready[row] = chunks.writing[row] = chunks.bad[row] = 0
+        chunks.leases[row] = chunks.hits[row] = chunks.flags[row] = 0
+        space.put(key, row)
+        self.link(row, parent)
+        return row
+
+    def link(self, row: int, parent: int) -> None:
+        """Make a chunk, so far without parent, the first child of another (NONE: of none)."""
+        chunks = self.chunks
+        chunks.parent[row] = parent
+        chunks.prev[row] = chunks.next[row] = NONE
+        if parent != NONE:
+            first = chunks.child[parent]
+            chunks.next[row] = first
+            if first != NONE:
+                chunks.prev[first] = row
+            chunks.child[parent] = row
+
+    def unlink(self, row: int) -> None:
+        chunks = self.chunks
+        parent, before, after = chunks.parent[row], chunks.prev[row], chunks.next[row]
+        if after != NONE:
+            chunks.prev[after] = before
+        if before != NONE:
+            chunks.next[before] = after
+        elif parent != NONE:
+            chunks.child[parent] = after
+            if after == NONE and self.is_empty(parent):
+                self.husks.append(parent)
+        chunks.parent[row] = NONE
+
+    def is_empty(self, row: int) -> bool:
+        """Neither bytes nor a writer: a hole, or about to go."""
+        chunks = self.chunks
+        return not (chunks.ready[row] or chunks.writing[row] or chunks.bad[row])
+
+    def resident(self, row: int) -> bool:
+        return bool(self.chunks.ready[row] or self.chunks.bad[row])
+
+    def parent_hash(self, row: int) -> bytes:
+        parent = self.chunks.parent[row]
+        if parent == NONE:
+            return NO_PARENT
+        key = self.chunks.keys[parent]
+        assert key is not None
+        return key
+
+    def ancestors(self, row: int) -> Iterator[int]:
+        """The chunk, its parent, and so on."""
+        parent = self.chunks.parent
+        while row != NONE:
+            yield row
+            row = parent[row]
+
+    def orphan(self, row: int) -> bool:
+        """Its parent is absent, or not ready yet."""
+        return not self.chunks.ready[self.chunks.parent[row]]
+
+    def queue(self, row: int) -> int:
+        """The policy's queue of a chunk."""
+        cell = self.chunks.cell[row]
+        space = self.spaces.of(self.chunks.space[row])
+        adopted = cell != NONE and self.cells.marks[cell] & col.ADOPTED
+        return space.queues[1 if adopted else 0]
+
+    def settle(self, row: int) -> None:
+        """The chunk's counts have changed: put it where it belongs now. The row may be gone
+        afterwards."""
+        chunks = self.chunks
+        if row in self.pinned or not self.is_empty(row):
+            return
+        space = self.spaces.of(chunks.space[row])
+        cell = chunks.cell[row]
+        if cell != NONE:
+            self.cells.give(cell, space.shards)
+            chunks.cell[row] = NONE
+        if chunks.child[row] != NONE:
+            self.holes[space.queues[0]][row] = None
+            return
+        self.holes[space.queues[0]].pop(row, None)
+        self.unlink(row)
+        key = chunks.keys[row]
+        assert key is not None
+        space.remove(key)
+        chunks.give(row)
+
+    def sweep(self, budget: int) -> int:
+        """Remove rows that lost their last child; a chain of holes goes one after the other."""
+        while self.husks and budget > 0:
+            row = self.husks.popleft()
+            budget -= 1
+            if self.chunks.space[row] and self.is_empty(row):
+                self.settle(row)
+        return budget
+
+    def pin(self, row: int) -> None:
+        """Keep the row, and its bytes from being chosen, until `unpin`."""
+        self.pinned[row] = self.pinned.get(row, 0) + 1
+
+    def unpin(self, row: int) -> None:
+        left = self.pinned[row] - 1
+        if left:
+            self.pinned[row] = left
+        else:
+            del self.pinned[row]
+            self.settle(row)
+
+    def grow_queues(self) -> None:
+        """A new space may have brought new queues."""
+        while len(self.holes) < len(self.spaces.queue_classes):
+            self.holes.append({})
+            self.bad.append({})
+            self.residents.append(0)
+
+    # -- shards ---------------------------------------------------------------------------------
+
+    def enter(self, row: int) -> None:
+        """A first shard became ready: the chunk is resident, and the policy's business."""
+        chunks = self.chunks
+        space = self.spaces.of(chunks.space[row])
+        queue = self.queue(row)
+        self.holes[space.queues[0]].pop(row, None)
+        self.bad[queue].pop(row, None)
+        self.residents[queue] += 1
+        key = chunks.keys[row]
+        self.guard(
+            lambda: self.policy.insert(
+                row,
+                parent=chunks.parent[row],
+                queue=queue,
+                size=space.chunk_slot_bytes,
+                ghost=ghost(key),
+                now=self.now,
+            )
+        )
+
+    def leave(self, row: int, *, evicted: bool) -> None:
+        """No shard is ready any more."""
+        self.residents[self.queue(row)] -= 1
+        self.guard(lambda: self.policy.forget(row, evicted=evicted))
+
+    def guard(self, advise: Callable[[], object]) -> None:
+        """A policy that raises costs order, never service."""
+        try:
+            advise()
+        except Exception:  # noqa: BLE001 - counted; the store is right without its advice
+            self.counters.own["policy_errors", ""] += 1
+
+    def free_slot(self, record: int, *, adopted: bool = False) -> None:
+        """The slot's generation changes now, before anybody can get it."""
+        self.out.append(PatchRecord(record, state=State.FREE, generation=self.generation()))
+        if adopted and self.hold:
+            self.slabs.set_cell(record, DETACHED)
+            self.held.append(record)
+            self.held_bytes += self.slabs.size_of(record)
+        else:
+            self.slabs.give(record)
+
+    def drop(self, row: int, reason: str, *, evicted: bool) -> int:
+        """Remove all ready and quarantined shards; the payload bytes that they had. The row may
+        be gone afterwards."""
+        chunks, cells = self.chunks, self.cells
+        space = self.spaces.of(chunks.space[row])
+        queue = self.queue(row)
+        first = chunks.cell[row]
+        freed = 0
+        if chunks.ready[row]:
+            self.leave(row, evicted=evicted)
+        self.bad[queue].pop(row, None)
+        for shard in range(space.shards):
+            cell = first + shard
+            if cells.state[cell] in (col.READY, col.BAD):
+                freed += space.nbytes[shard]
+                self.clear_cell(cell)
+        chunks.ready[row] = chunks.bad[row] = 0
+        space.chunks -= 1
+        space.bytes -= freed
+        counts = self.counters.tenant(space.namespace)
+        counts["chunks_evicted", reason] += 1
+        counts["bytes_evicted", ""] += freed
+        self.settle(row)
+        return freed
+
+    def clear_cell(self, cell: int) -> None:
+        """Free the slot of a ready or quarantined cell. Counts are the caller's."""
+        cells = self.cells
+        self.free_slot(cells.record[cell], adopted=bool(cells.marks[cell] & col.ADOPTED))
+        cells.state[cell] = col.ABSENT
+        # ADOPTED stays: it names the chunk's queue until its last cell is given back
+        cells.marks[cell] &= col.ADOPTED
+
+    def quarantine(self, cell: int) -> None:
+        """The payload is not what its digest says: invisible from now on."""
+        cells, chunks = self.cells, self.chunks
+        row = cells.chunk[cell]
+        cells.state[cell] = col.BAD
+        self.out.append(PatchRecord(cells.record[cell], state=State.QUARANTINED))
+        chunks.ready[row] -= 1
+        chunks.bad[row] += 1
+        if not chunks.ready[row]:
+            self.leave(row, evicted=False)
+            self.bad[self.queue(row)][row] = None
+
+    def header(self, cell: int, state: State, generation: int, session: bytes) -> ChunkHeader:
+        """The record of a cell's slot, as it has to stand in the table."""
+        chunks, cells = self.chunks, self.cells
+        row = cells.chunk[cell]
+        space = self.spaces.of(chunks.space[row])
+        shard = cell - chunks.cell[row]
+        key = chunks.keys[row]
+        assert key is not None
+        sealed = cells.marks[cell] & col.SEALED
+        index = chunks.index[row]
+        return ChunkHeader(
+            space.kind,
+            state,
+            space.namespace_digest,
+            space.digest,
+            key,
+            self.parent_hash(row),
+            shard,
+            space.shards,
+            index,
+            chunks.tokens[row],
+            bytes(chunks.print[16 * row : 16 * row + 16]),
+            chunks.odd_pos0.get(row, index * space.spec.chunk_tokens),
+            chunks.flags[row] | (HeaderFlag.SEALED if sealed else 0),
+            space.nbytes[shard],
+            generation,
+            self.config.epoch,
+            session,
+            chunks.born[row] * SECOND_NS,
+            cells.digest_of(cell) if sealed else _NO_ID,
+        )
+
+    def write_record(self, cell: int, state: State, session: bytes = _NO_ID) -> None:
+        cells = self.cells
+        header = self.header(cell, state, cells.generation[cell], session)
+        self.out.append(WriteRecord(cells.record[cell], header))
+
+    # -- recency --------------------------------------------------------------------------------
+
+    def touch(self, row: int) -> None:
+        """The chunk and all its ancestors were used now; applied after the reply."""
+        key = self.chunks.keys[row]
+        assert key is not None
+        self.touches.append((row, key, self.now))
+
+    def apply_touches(self, budget: int) -> int:
+        """Apply what was deferred, oldest first; what is left of the budget."""
+        keys = self.chunks.keys
+        while self.touches and budget > 0:
+            row, key, when = self.touches.popleft()
+            if keys[row] is not key:  # gone since
+                continue
+            chain = list(self.ancestors(row))
+            chain.reverse()
+            budget -= len(chain)
+            self.guard(lambda chain=chain, when=when: self.policy.touch(chain, when))  # type: ignore[misc]
+        return budget

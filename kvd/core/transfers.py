@@ -1,0 +1,263 @@
+"""Transfers: leased chunks on their way to where a client can copy them.
+
+The law of this module: a shard is delivered only when it is ready and, if it was adopted from an
+earlier life, its payload has been compared with its digest; that comparison is made once, whoever
+asks. In DRAM all else is delivered at once. A transfer ends with its lease.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvd.chunk import REF_DTYPE, Outcome
+from kvd.core import columns as col
+from kvd.core.actions import LoadResult, Reply, Verify, WaitResult
+from kvd.core.leases import Lease
+from kvd.core.store import Store
+
+_LABEL = {
+    Outcome.OK: "ok",
+    Outcome.MISS: "miss",
+    Outcome.CORRUPT: "corrupt",
+    Outcome.CANCELLED: "cancelled",
+}
+
+
+class Waiter:
+    """A long poll that has not been answered."""
+
+    def __init__(self, session: int, request: object, after: int, deadline: int) -> None:
+        self.session = session
+        self.request = request
+        self.after = after
+        self.deadline = deadline
+
+
+class Transfer:
+    """Results of one load that were not all known at once. Result number = item * shards + shard
+    position. `order` lists results in the order in which they became known."""
+
+    def __init__(
+        self, number: int, lease: Lease, items: NDArray[np.int64], cells: NDArray[np.int64]
+    ) -> None:
+        self.number = number
+        self.lease = lease
+        self.items = items  # positions in the lease
+        self.cells = cells  # by result
+        self.width = cells.size // max(len(items), 1)
+        self.outcomes = bytearray(cells.size)
+        self.order: list[int] = []
+        self.waiters: dict[int, Waiter] = {}  # by their own handle
+
+    @property
+    def done(self) -> bool:
+        return len(self.order) == len(self.outcomes)
+
+
+class Transfers:
+    """All transfers by number; and what is being verified."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.by_number: dict[int, Transfer] = {}
+        self._waits: dict[int, Transfer] = {}  # waiter's handle -> transfer
+        # (record, generation) -> (transfer, result) that wait for it
+        self._verifying: dict[tuple[int, int], list[tuple[Transfer, int]]] = {}
+        self._queue: deque[Verify] = deque()
+        self._in_flight = 0
+
+    # -- load -----------------------------------------------------------------------------------
+
+    def load(
+        self, lease: Lease, items: Sequence[int] | None, shards: tuple[int, ...]
+    ) -> LoadResult:
+        """Deliver what can be delivered now; start to verify what can't."""
+        store, chunks, cells = self._store, self._store.chunks, self._store.cells
+        where = np.arange(len(lease.rows)) if items is None else np.array(items, np.int64)
+        first = chunks.np_cell[lease.rows[where]].astype(np.int64)
+        which = (first[:, None] + np.array(shards, np.int64)[None, :]).reshape(-1)
+        state = cells.np_state[which]
+        ready = state == col.READY
+        blocked = ready & (cells.np_marks[which] & col.UNVERIFIED != 0)
+        ok = ready & ~blocked
+        outcomes = np.full(which.size, Outcome.MISS, np.uint8)
+        outcomes[state == col.BAD] = Outcome.CORRUPT
+        outcomes[ok] = Outcome.OK
+        outcomes[blocked] = Outcome.FAILED
+        refs = self.refs(which[ok])
+        self._count(lease, where, outcomes.reshape(len(where), -1))
+        self._count_shards(lease, outcomes, refs)
+        if not blocked.any():
+            return LoadResult(0, outcomes.tobytes(), refs.tobytes(), True)
+        transfer = Transfer(store.handle(), lease, where, which)
+        transfer.outcomes[:] = outcomes.tobytes()
+        transfer.order = np.flatnonzero(~blocked).tolist()
+        self.by_number[transfer.number] = transfer
+        lease.transfers.append(transfer.number)
+        for result in np.flatnonzero(blocked).tolist():
+            self._verify(transfer, result)
+        self.pump()
+        return LoadResult(transfer.number, outcomes.tobytes(), refs.tobytes(), False)
+
+    def refs(self, cells: NDArray[np.int64]) -> NDArray[np.void]:
+        """Slot references (REF_DTYPE) of ready cells."""
+        store = self._store
+        refs = np.zeros(len(cells), REF_DTYPE)
+        if not len(cells):
+            return refs
+        records = store.cells.np_record[cells].astype(np.int64)
+        refs["arena"] = store.config.arena
+        refs["record"] = records
+        refs["offset"] = store.slabs.offsets(records)
+        refs["generation"] = store.cells.np_generation[cells]
+        rows = store.cells.np_chunk[cells]
+        space = store.spaces.of(store.chunks.space[int(rows[0])])
+        if space.shards == 1:
+            refs["length"] = space.nbytes[0]
+        else:
+            refs["length"] = np.array(space.nbytes)[cells - store.chunks.np_cell[rows]]
+        return refs
+
+    def _count(self, lease: Lease, items: NDArray[np.int64], outcomes: NDArray[np.uint8]) -> None:
+        """Count chunks whose first load is known in full. `outcomes`: [items, shards]."""
+        if lease.loaded is None:
+            lease.loaded = np.zeros(len(lease.rows), bool)
+        known = (outcomes != Outcome.FAILED).all(axis=1)
+        fresh = known & ~lease.loaded[items]
+        good = fresh & (outcomes == Outcome.OK).all(axis=1)
+        once_fresh, once_good = np.unique(items[fresh]), np.unique(items[good])
+        lease.loaded[once_fresh] = True
+        counts = self._store.counters.tenant(lease.namespace)
+        counts["chunks_delivered", ""] += len(once_good)
+        counts["chunks_failed", ""] += len(once_fresh) - len(once_good)
+
+    def _count_shards(
+        self, lease: Lease, outcomes: NDArray[np.uint8], refs: NDArray[np.void]
+    ) -> None:
+        counts = self._store.counters.tenant(lease.namespace)
+        for outcome, label in _LABEL.items():
+            counts["shards_loaded", label] += int(np.count_nonzero(outcomes == outcome))
+        counts["bytes_loaded", ""] += int(refs["length"].sum())
+
+    # -- verification ---------------------------------------------------------------------------
+
+    def _verify(self, transfer: Transfer, result: int) -> None:
+        store, cells = self._store, self._store.cells
+        cell = int(transfer.cells[result])
+        key = (cells.record[cell], cells.generation[cell])
+        waiting = self._verifying.get(key)
+        if waiting is not None:
+            waiting.append((transfer, result))
+            return
+        self._verifying[key] = [(transfer, result)]
+        row = cells.chunk[cell]
+        space = store.spaces.of(store.chunks.space[row])
+        nbytes = space.nbytes[cell - store.chunks.cell[row]]
+        offset = store.slabs.offset(key[0])
+        self._queue.append(Verify(*key, offset, nbytes, cells.digest_of(cell)))
+
+    def pump(self) -> None:
+        """Keep the workers busy with what waits to be verified."""
+        while self._queue and self._in_flight < self._store.config.verifies_in_flight:
+            self._in_flight += 1
+            self._store.out.append(self._queue.popleft())
+
+    def verified(self, record: int, generation: int, ok: bool) -> None:
+        """A payload has been compared with its digest."""
+        store, cells = self._store, self._store.cells
+        waiting = self._verifying.pop((record, generation), None)
+        if waiting is None:
+            return
+        self._in_flight -= 1
+        cell = store.slabs.cell_of(record)
+        same = (
+            cell >= 0
+            and cells.state[cell] == col.READY
+            and cells.generation[cell] == generation
+            and cells.record[cell] == record
+        )
+        if same:
+            store.counters.own["shards_verified", "ok" if ok else "corrupt"] += 1
+            cells.marks[cell] &= ~col.UNVERIFIED & 0xFF
+            if not ok:
+                store.quarantine(cell)
+        outcome = Outcome.OK if ok and same else Outcome.CORRUPT if not ok else Outcome.MISS
+        for transfer, result in waiting:
+            if transfer.outcomes[result] == Outcome.FAILED:
+                self._known(transfer, result, outcome)
+        self.pump()
+
+    def _known(self, transfer: Transfer, result: int, outcome: Outcome) -> None:
+        transfer.outcomes[result] = outcome
+        transfer.order.append(result)
+        item = result // transfer.width
+        shards = transfer.outcomes[item * transfer.width : (item + 1) * transfer.width]
+        self._count(
+            transfer.lease,
+            transfer.items[item : item + 1],
+            np.frombuffer(shards, np.uint8).reshape(1, -1),
+        )
+        cells = transfer.cells[result : result + 1] if outcome is Outcome.OK else transfer.cells[:0]
+        self._count_shards(transfer.lease, np.array([outcome], np.uint8), self.refs(cells))
+        self._answer(transfer)
+
+    # -- wait -----------------------------------------------------------------------------------
+
+    def wait(self, transfer: Transfer, waiter: Waiter) -> None:
+        """Answer now if there is more than the asker knows, or later."""
+        if self._due(transfer, waiter):
+            self._reply(transfer, waiter)
+            return
+        number = self._store.handle()
+        transfer.waiters[number] = waiter
+        self._waits[number] = transfer
+        self._store.timers.add(waiter.deadline, "wait", number)
+
+    def timed_out(self, number: int) -> None:
+        transfer = self._waits.pop(number, None)
+        if transfer is not None:
+            self._reply(transfer, transfer.waiters.pop(number))
+
+    def cancel(self, transfer: Transfer) -> None:
+        """End it: what is not known yet is CANCELLED."""
+        del self.by_number[transfer.number]
+        for result, outcome in enumerate(transfer.outcomes):
+            if outcome == Outcome.FAILED:
+                transfer.outcomes[result] = Outcome.CANCELLED
+                transfer.order.append(result)
+        pending = np.frombuffer(transfer.outcomes, np.uint8)
+        left = int(np.count_nonzero(pending == Outcome.CANCELLED))
+        counts = self._store.counters.tenant(transfer.lease.namespace)
+        counts["shards_loaded", "cancelled"] += left
+        self._count(transfer.lease, transfer.items, pending.reshape(len(transfer.items), -1))
+        self._answer(transfer)
+
+    def lease_ended(self, lease: Lease) -> None:
+        for number in lease.transfers:
+            transfer = self.by_number.get(number)
+            if transfer is not None:
+                self.cancel(transfer)
+
+    def _due(self, transfer: Transfer, waiter: Waiter) -> bool:
+        known = len(transfer.order)
+        return transfer.done or known > waiter.after or self._store.now >= waiter.deadline
+
+    def _answer(self, transfer: Transfer) -> None:
+        for number, waiter in list(transfer.waiters.items()):
+            if self._due(transfer, waiter):
+                del transfer.waiters[number], self._waits[number]
+                self._store.timers.remove(waiter.deadline, "wait", number)
+                self._reply(transfer, waiter)
+
+    def _reply(self, transfer: Transfer, waiter: Waiter) -> None:
+        news = transfer.order[waiter.after :]
+        outcomes = bytes(transfer.outcomes[r] for r in news)
+        ready = [r for r in news if transfer.outcomes[r] == Outcome.OK]
+        refs = self.refs(transfer.cells[np.array(ready, np.int64)])
+        items = np.array(news, "<u4").tobytes()
+        result = WaitResult(items, outcomes, refs.tobytes(), len(transfer.order), transfer.done)
+        self._store.out.append(Reply(waiter.session, waiter.request, result))
