@@ -4,8 +4,9 @@ The law of this package: nothing here blocks beyond a call's deadline, needs a t
 or survives a fork. Bytes go through shared memory; the daemon is asked where.
 """
 
+from kvd.client.base import SpecHandle
 from kvd.client.call import Call
-from kvd.client.client import Client, SpecHandle
+from kvd.client.client import Client
 from kvd.client.handles import Lease, Lookup, Reservation, Transfer
 from kvd.client.settings import Counters, Curve, Info
 from kvd.client.stream import as_bytes, copy_into, copy_out

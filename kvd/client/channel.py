@@ -1,21 +1,16 @@
 """Requests of many threads over one link at a time.
 
-The law of this module: one lock guards everything, and nobody holds it while blocked. Of the
-threads that wait, one leads: it alone sleeps on the descriptors and hands out what comes in; when
-it has what it came for, it wakes a follower to lead. Whoever sends or drains while another leads
-wakes that leader through an eventfd if its call is done (the ZMQ descriptor is edge-triggered:
-whoever touches the socket drains it). Every call ends, at its deadline at the latest; a link that
-is lost is replaced, and what can be asked again is.
+The law of this module: every call ends, at its deadline at the latest; a link that is lost is
+replaced, and what can be asked again is; what a late answer grants is given back. Whoever touches
+the socket drains it, because its descriptor is edge-triggered. All of it happens under the lock of
+kvd.client.waiters, and none of it blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import threading
 import time
-from _thread import LockType, allocate_lock
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,15 +19,9 @@ import zmq
 
 from kvd.client.call import Call
 from kvd.client.link import Link, Lost, Phase
-from kvd.client.settings import BACKOFF_S, RESEND_S, Counters, Info, Settings
-from kvd.errors import (
-    ClientClosed,
-    ErrorCode,
-    Forked,
-    KvdError,
-    StaleEpoch,
-    Unavailable,
-)
+from kvd.client.settings import BACKOFF_S, RESEND_S, Counters, Settings
+from kvd.client.waiters import NEVER_NS, Waiters
+from kvd.errors import ClientClosed, ErrorCode, KvdError, StaleEpoch, Unavailable
 from kvd.wire import Frame, FrameFlag
 from kvd.wire import messages as m
 from kvd.wire.messages import Reply, Request, decode_error, decode_reply
@@ -40,13 +29,12 @@ from kvd.wire.messages import Reply, Request, decode_error, decode_reply
 # Requests that name a lease, write or transfer: these die with their session.
 HANDLE_REQUESTS = (m.Commit, m.Abort, m.Load, m.Wait, m.Cancel, m.Renew, m.Release)
 
-_NEVER_NS = 1 << 62
 _GIVE_BACK_S = 5.0
 _RELINK_CODES = (ErrorCode.UNKNOWN_SESSION, ErrorCode.STALE_EPOCH)
 _RESEND_NS = int(RESEND_S * 1e9)
 
 
-class Channel:
+class Channel(Waiters):
     """The asynchronous core of a client."""
 
     def __init__(
@@ -57,37 +45,21 @@ class Channel:
     ) -> None:
         """`specs`: digest -> encoding, registered first in every new session; may grow.
         `on_ready`: called once a link, under the lock, when it is ready; must not block."""
+        super().__init__()
         self.settings = settings
-        self.lock = threading.Lock()
-        self.pid = os.getpid()
         self._specs = specs
         self._on_ready = on_ready
         self._context: zmq.Context[Any] | None = None
         self._link: Link | None = None
         self._serial = 0
         self._queue: deque[Call] = deque()
-        self._finished: deque[Call] = deque()
-        self._closed = False
         self._counts = dict.fromkeys(Counters._fields, 0)
         # Timers: nothing is due before these.
         self._connect_ns = 0
         self._backoff_s = BACKOFF_S[0]
-        self._expiry_ns = _NEVER_NS
-        self._resend_ns = _NEVER_NS
+        self._expiry_ns = NEVER_NS
+        self._resend_ns = NEVER_NS
         self._why = "not connected yet"
-        # Leader and followers.
-        self._leading = False
-        self._leader_call: Call | None = None
-        self._followers: deque[LockType] = deque()
-        self._poll_waiters: list[LockType] = []
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._ready_set = False
-        self._epoll = select.epoll()
-        self._epoll.register(self._ready, select.EPOLLIN)
-        self._watched: tuple[int, ...] = ()
-        self._poller = select.poll()
-        self._poller.register(self._wake, select.POLLIN)
 
     # -- for everyone ------------------------------------------------------------------------
 
@@ -107,9 +79,11 @@ class Channel:
         """
         call = Call(self, message, tuple(payload), deadline_ns, serial, tracked=tracked)
         with self.lock:
-            self._check()
+            self.check()
             if serial is None and isinstance(message, HANDLE_REQUESTS):
                 call.serial = self._serial
+            if tracked:
+                self._has_finished()  # drops what was collected
             self._queue.append(call)
             if deadline_ns < self._expiry_ns:
                 self._expiry_ns = deadline_ns
@@ -117,46 +91,28 @@ class Channel:
             self._pump(time.monotonic_ns())
         return call
 
-    def wait(self, call: Call, until_ns: int) -> None:
-        """Return when `call` is done or `until_ns` has passed."""
-        try:
-            self._wait(lambda: call.done, until_ns, call)
-        except Forked:
-            raise
-        except BaseException:
-            self.abandon(call)
-            raise
-
-    def poll(self, timeout_s: float) -> list[Call]:
-        """Tracked calls that are done, in order of completion; waits for one if there is none."""
-        until_ns = time.monotonic_ns() + int(timeout_s * 1e9)
-        self._wait(lambda: bool(self._finished), until_ns, None)
-        with self.lock:
-            done = [call for call in self._finished if not call.collected]
-            self._finished.clear()
-            if self._ready_set:
-                self._ready_set = False
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._ready)
-        return done
-
     def abandon(self, call: Call) -> None:
-        """End a call from this side; nothing happens if it is done."""
+        """End a call from this side. What its answer grants, late or unread, is given back."""
         with self.lock:
-            if call.done or self._closed:
+            if self._closed:
                 return
-            self._drop(call, Unavailable("the call was given up"))
+            if not call.done:
+                self._drop(call, Unavailable("the call was given up"))
+                return
+            if call.collected:
+                return
+            call.collected = True
+        self.give_back(call)
 
-    def fileno(self) -> int:
-        """Readable when poll() has something to do (see Client.fileno)."""
-        self._check()
-        return self._epoll.fileno()
-
-    def next_timeout_s(self) -> float | None:
-        """How long until poll() should be called even if fileno() is quiet. None: no need."""
+    def give_back(self, call: Call) -> None:
+        """Give back what the answer to `call` granted, if its session is still open."""
         with self.lock:
-            due = self._due_ns()
-        return None if due >= _NEVER_NS else max(0.0, (due - time.monotonic_ns()) / 1e9)
+            link = call.link
+            if self._closed or link is None or link is not self._link:
+                return
+            if call.error is None and not call.flags & FrameFlag.ERROR:
+                self._give_back(link, call.message, call.raw, call.newer)
+                self._pump(time.monotonic_ns())
 
     @property
     def counters(self) -> Counters:
@@ -168,12 +124,6 @@ class Channel:
         """The link if it is ready for requests now."""
         link = self._link
         return link if link is not None and link.phase is Phase.READY else None
-
-    @property
-    def idle(self) -> bool:
-        """No request is on its way."""
-        with self.lock:
-            return not self._queue and (self._link is None or not self._link.pending)
 
     def connect(self, until_ns: int) -> Link:
         """The ready link; waits for it until `until_ns`. Unavailable, or why it was refused."""
@@ -198,13 +148,8 @@ class Channel:
                 self._finish(call, error)
             if link is not None:
                 link.close()
-            os.eventfd_write(self._wake, 1)
-            for waiter in self._poll_waiters:
-                _release(waiter)
-            self._promote()
             context, self._context = self._context, None
-            if not self._leading:
-                self._close_descriptors()
+            self._wake_all()
         if context is not None:
             context.term()  # all sockets are closed and none lingers: returns at once
 
@@ -219,145 +164,21 @@ class Channel:
         self._close_descriptors()
         _orphans.append((self._context, self._link))
 
-    def _close_descriptors(self) -> None:
-        if self._wake < 0:
-            return
-        self._epoll.close()
-        os.close(self._wake)
-        os.close(self._ready)
-        self._wake = self._ready = -1
-
     # -- below, the lock is held -------------------------------------------------------------
-
-    def _check(self) -> None:
-        if os.getpid() != self.pid:
-            raise Forked(
-                "this client was made before a fork and belongs to the parent process: "
-                "make a new Client in the child"
-            )
-        if self._closed:
-            raise ClientClosed("the client was closed")
-
-    def _wait(self, ready: Callable[[], bool], until_ns: int, call: Call | None) -> None:
-        """Lead or follow until `ready` or `until_ns`. Takes the lock by itself."""
-        waiter: LockType | None = None
-        try:
-            while True:
-                with self.lock:
-                    if waiter is not None:
-                        self._unfollow(waiter, call)
-                        waiter = None
-                    now = time.monotonic_ns()
-                    if self._settled(ready, until_ns, now, call):
-                        return
-                    if self._leading:
-                        waiter = self._follow(call)
-                        timeout_s = (until_ns - now) / 1e9
-                    else:
-                        self._leading = True
-                        self._leader_call = call
-                        poller = self._poller
-                        timeout_s = max(0, min(until_ns, self._due_ns()) - now) / 1e9
-                if waiter is not None:
-                    waiter.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
-                else:
-                    self._lead(poller, timeout_s)
-        finally:
-            with self.lock:  # also when an exception (a signal's) ends the wait
-                if waiter is not None:
-                    self._unfollow(waiter, call)
-                self._promote()
-
-    def _settled(
-        self, ready: Callable[[], bool], until_ns: int, now: int, call: Call | None
-    ) -> bool:
-        """Do what can be done now, and say whether the wait is over."""
-        if ready():
-            return True
-        if call is None or os.getpid() != self.pid:
-            self._check()
-        if self._closed:
-            return True
-        if call is None:
-            self._look_for_end()
-        self._pump(now)
-        return ready() or now >= until_ns
-
-    def _follow(self, call: Call | None) -> LockType:
-        waiter = allocate_lock()
-        waiter.acquire()
-        self._followers.append(waiter)
-        if call is not None:
-            call.waiter = waiter
-        else:
-            self._poll_waiters.append(waiter)
-        return waiter
-
-    def _look_for_end(self) -> None:
-        """Whoever only polls never sleeps on the descriptors: see whether the session ended."""
-        link = self._link
-        if link is None or link.attach_fd < 0 or self._leading:
-            return
-        ending = select.poll()
-        ending.register(link.attach_fd, select.POLLIN)
-        if ending.poll(0):
-            self._attach_event()
-
-    def _lead(self, poller: select.poll, timeout_s: float) -> None:
-        """Sleep on the descriptors, without the lock."""
-        events: list[tuple[int, int]] = []
-        try:
-            events = poller.poll(min(timeout_s * 1e3, 1e9) if timeout_s > 0 else 0)
-        finally:
-            with self.lock:
-                self._leading = False
-                self._leader_call = None
-                if self._closed:
-                    self._close_descriptors()
-                    self._promote()
-                else:
-                    self._heed(events)
-
-    def _heed(self, events: list[tuple[int, int]]) -> None:
-        """What the leader's sleep ended with."""
-        for fd, _ in events:
-            if fd == self._wake:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(fd)
-            elif self._link is not None and fd == self._link.attach_fd:
-                self._attach_event()
-
-    def _unfollow(self, waiter: LockType, call: Call | None) -> None:
-        with contextlib.suppress(ValueError):
-            self._followers.remove(waiter)
-        if call is not None:
-            call.waiter = None
-        else:
-            with contextlib.suppress(ValueError):
-                self._poll_waiters.remove(waiter)
-
-    def _promote(self) -> None:
-        """Nobody leads: wake one follower to do so. After close, wake all."""
-        while self._followers and (self._closed or not self._leading):
-            waiter = self._followers.popleft()
-            _release(waiter)
-            if not self._closed:
-                return
-
-    def _nudge(self) -> None:
-        """Make the leader look at the timers and descriptors again."""
-        if self._leading and self._wake >= 0:
-            os.eventfd_write(self._wake, 1)
 
     def _due_ns(self) -> int:
         due = min(self._expiry_ns, self._resend_ns)
         link = self._link
-        if link is None:
-            if self._queue:
-                due = min(due, self._connect_ns)
-        elif link.phase is Phase.GREETING:
-            due = min(due, link.hello_resend_ns)
+        if self._queue and link is None:
+            return min(due, self._connect_ns)
+        if self._queue and link is not None and link.phase is Phase.GREETING:
+            return min(due, link.hello_resend_ns)
         return due
+
+    def _woken_by(self, fd: int) -> None:
+        """The ZMQ socket is drained in any case; the attach socket may have come to its end."""
+        if self._link is not None and fd == self._link.attach_fd:
+            self._attach_event()
 
     def _pump(self, now: int) -> None:
         """Everything that can be done without blocking: connect, send, receive, expire."""
@@ -426,7 +247,7 @@ class Channel:
         except KvdError as error:
             self._refuse(error)
         else:
-            self._watch()
+            self._watch_link()
 
     def _pause(self, now: int) -> None:
         self._connect_ns = now + int(self._backoff_s * 1e9)
@@ -438,7 +259,7 @@ class Channel:
         link, self._link = self._link, None
         if link is not None:
             link.close()
-            self._watch()
+            self._watch_link()
         calls = list(self._queue)
         self._queue.clear()
         for call in calls:
@@ -456,7 +277,7 @@ class Channel:
             return
         if link.phase is not before:
             link.hello_resend_ns = time.monotonic_ns() + _RESEND_NS
-            self._watch()
+            self._watch_link()
             self._drain(link)
 
     def _failed(self, link: Link, error: KvdError) -> None:
@@ -478,7 +299,7 @@ class Channel:
         self._counts["lost"] += 1
         self._why = why
         link.close()
-        self._watch()
+        self._watch_link()
         self._pause(time.monotonic_ns())
         again: list[Call] = []
         for call in list(link.pending.values()):
@@ -490,21 +311,11 @@ class Channel:
         link.pending.clear()
         self._queue.extendleft(reversed(again))
 
-    def _watch(self) -> None:
+    def _watch_link(self) -> None:
         """Sleep on the descriptors of the link that there is now."""
         link = self._link
         fds = () if link is None else tuple(fd for fd in (link.zmq_fd, link.attach_fd) if fd >= 0)
-        for fd in self._watched:
-            with contextlib.suppress(OSError, ValueError):  # closing took it out already
-                self._epoll.unregister(fd)
-        poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
-        for fd in fds:
-            self._epoll.register(fd, select.EPOLLIN)
-            poller.register(fd, select.POLLIN)
-        self._watched = fds
-        self._poller = poller
-        self._nudge()
+        self._watch(fds)
 
     def _drain(self, link: Link) -> None:
         """Hand out every answer that is there."""
@@ -558,7 +369,8 @@ class Channel:
                 return
             link.answered(frame.request)
             self._counts["late"] += 1
-            self._give_back(link, message, frame)
+            if not frame.flags & FrameFlag.ERROR:
+                self._give_back(link, message, frame.body, frame.newer)
             return
         link.answered(frame.request)
         if frame.flags & FrameFlag.ERROR and self._relinks(link, call, frame):
@@ -586,15 +398,12 @@ class Channel:
         self._lose(str(error))
         return not handle and not call.internal
 
-    def _give_back(self, link: Link, message: Request, frame: Frame) -> None:
-        """Nobody will use what this late answer grants."""
-        if frame.flags & FrameFlag.ERROR:
-            return
+    def _give_back(self, link: Link, message: Request, body: bytes, newer: bool) -> None:
+        """Nobody will use what this answer grants."""
         try:
-            op = int(m.OP_OF[type(message)])
-            reply = decode_reply(op, frame.body, newer=frame.newer)
+            reply = decode_reply(int(m.OP_OF[type(message)]), body, newer=newer)
         except KvdError as error:
-            self._lose(str(error))
+            self._failed(link, error)
             return
         now = time.monotonic_ns()
         for handle in granted_by(reply, message):
@@ -607,19 +416,7 @@ class Channel:
         call.error = error
         call.done = True
         call.payload = ()
-        if call.waiter is not None:
-            _release(call.waiter)
-        elif call is self._leader_call and self._leading:
-            self._nudge()
-        if call.tracked:
-            self._finished.append(call)
-            if not self._ready_set and self._ready >= 0:
-                self._ready_set = True
-                os.eventfd_write(self._ready, 1)
-            for waiter in self._poll_waiters:
-                _release(waiter)
-            if self._leading and self._leader_call is None:
-                self._nudge()
+        self._done(call)
 
     def _drop(self, call: Call, error: KvdError) -> None:
         """End `call` before its answer; the answer, if one comes, is given back."""
@@ -635,7 +432,7 @@ class Channel:
     def _expire(self, now: int) -> None:
         link = self._link
         sent = list(link.pending.values()) if link is not None else []
-        nearest = _NEVER_NS
+        nearest = NEVER_NS
         for call in sent + list(self._queue):
             if call.deadline_ns > now:
                 nearest = min(nearest, call.deadline_ns)
@@ -655,7 +452,7 @@ class Channel:
     def _resend(self, now: int) -> None:
         """Ask again for answers that are overdue: a request id is carried out once."""
         link = self._link
-        nearest = _NEVER_NS
+        nearest = NEVER_NS
         for call in list(link.pending.values()) if link is not None else ():
             if call.resend_ns <= now and link is not None:
                 try:
@@ -671,20 +468,9 @@ class Channel:
         if link is not None and link is self._link:
             self._drain(link)
 
-    @property
-    def info(self) -> Info | None:
-        """What the current link told, None when there is none."""
-        link = self.ready
-        return None if link is None else link.info
-
 
 # Contexts of a parent process: not to be collected in the child, where they can't be closed.
 _orphans: list[Any] = []
-
-
-def _release(waiter: LockType) -> None:
-    if waiter.locked():
-        waiter.release()
 
 
 def _stale() -> StaleEpoch:

@@ -24,7 +24,15 @@ from kvd.client.keys import pack_items
 from kvd.client.link import Link
 from kvd.client.memory import Slots
 from kvd.client.settings import LEASE_MARGIN_NS
-from kvd.errors import ClientClosed, Forked, KvdError, LeaseLost, ProtocolError, Unavailable
+from kvd.errors import (
+    ClientClosed,
+    Forked,
+    KvdError,
+    LeaseLost,
+    ProtocolError,
+    Unavailable,
+    UnknownHandle,
+)
 from kvd.wire import messages as m
 
 _WAIT_NS = 30_000_000_000  # one long poll at most
@@ -35,10 +43,17 @@ _OK = int(Outcome.OK)
 class Handle:
     """What all three have in common: the session, and how to ask it."""
 
-    def __init__(self, channel: Channel, link: Link, timeout_s: float) -> None:
+    def __init__(self, channel: Channel, link: Link | None, timeout_s: float) -> None:
         self._channel = channel
-        self._link = link
+        self._session = link
         self._timeout_s = timeout_s
+
+    @property
+    def _link(self) -> Link:
+        """The session that gave this handle."""
+        if self._session is None:
+            raise UnknownHandle("nothing was asked for, and nothing was given")
+        return self._session
 
     def _submit(self, message: m.Request, timeout_s: float | None = None) -> Call:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
@@ -60,20 +75,26 @@ class Reservation(Handle):
     """
 
     def __init__(
-        self, channel: Channel, link: Link, reply: m.ReserveReply, timeout_s: float
+        self, channel: Channel, link: Link | None, reply: m.ReserveReply, timeout_s: float
     ) -> None:
         super().__init__(channel, link, timeout_s)
         self.write = reply.write
         self.outcomes = named(reply.outcomes)
-        self.deadline_ns = reply.deadline - link.offset_ns
+        self.deadline_ns = reply.deadline - (link.offset_ns if link is not None else 0)
         granted = np.flatnonzero(np.frombuffer(reply.outcomes, dtype=np.uint8) == _GRANTED)
         self._granted: NDArray[np.intp] = granted
-        self._slots = Slots(link.maps, link.epoch, len(reply.outcomes))
+        maps, epoch = (link.maps, link.epoch) if link is not None else ({}, 0)
+        self._slots = Slots(maps, epoch, len(reply.outcomes))
         if reply.refs:
             self._slots.fill(granted, reply.refs)
         self._left: set[int] = set(granted.tolist())
         # Until this write is over, this process may be copying: the session's lock says so.
-        self._lock = link.lock if self._left else None
+        self._lock = link.lock if link is not None and self._left else None
+
+    @classmethod
+    def empty(cls, channel: Channel, timeout_s: float) -> Self:
+        """Of no keys: nobody was asked."""
+        return cls(channel, None, m.ReserveReply(0, b"", b"", 0), timeout_s)
 
     @property
     def granted(self) -> list[int]:
@@ -389,7 +410,7 @@ class Lookup(Handle):
     """The answer to a lookup. As a context manager it gives back all that came with it."""
 
     def __init__(
-        self, channel: Channel, link: Link, reply: m.LookupReply, timeout_s: float
+        self, channel: Channel, link: Link | None, reply: m.LookupReply, timeout_s: float
     ) -> None:
         super().__init__(channel, link, timeout_s)
         self.raw = reply.outcomes  # one byte a key
@@ -397,12 +418,17 @@ class Lookup(Handle):
         self.lease: Lease | None = None
         self.transfer: Transfer | None = None
         self.reservation: Reservation | None = None  # for the keys from `leading` on
-        if reply.lease:
+        if reply.lease and link is not None:
             self.lease = Lease(channel, link, reply.lease, reply.expiry, timeout_s)
             if reply.load is not None:
                 self.transfer = self.lease.adopt(reply.load)
         if reply.reserved is not None:
             self.reservation = Reservation(channel, link, reply.reserved, timeout_s)
+
+    @classmethod
+    def empty(cls, channel: Channel, timeout_s: float) -> Self:
+        """Of no keys: nobody was asked."""
+        return cls(channel, None, m.LookupReply(b"", 0, 0, 0, None, None), timeout_s)
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:

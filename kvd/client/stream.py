@@ -21,7 +21,7 @@ from kvd.wire import LookupFlag
 from kvd.wire import messages as m
 
 if TYPE_CHECKING:
-    from kvd.client.client import Client
+    from kvd.client.base import ClientBase
 
 Copier = Callable[[int, memoryview], object] | Sequence[Any]
 _COMMITS = 2  # in flight while the next batch is copied
@@ -97,10 +97,10 @@ def copy_out(source: memoryview, target: Any) -> None:
     np.copyto(data[: source.nbytes], np.frombuffer(source, dtype=np.uint8))
 
 
-class _Stream:
+class Stream:
     """What a store and a load have in common."""
 
-    def __init__(self, client: Client, keys: Keys, copier: Copier, batch: int) -> None:
+    def __init__(self, client: ClientBase, keys: Keys, copier: Copier, batch: int) -> None:
         self.client = client
         self.keys = keys
         self.width = len(keys.shards)
@@ -117,12 +117,12 @@ class _Stream:
         self.outcomes[first:] = [outcome] * (len(self.outcomes) - first)
 
 
-class Store(_Stream):
+class Store(Stream):
     """One streamed store."""
 
     def __init__(
         self,
-        client: Client,
+        client: ClientBase,
         keys: Keys,
         fill: Copier,
         batch: int,
@@ -233,12 +233,12 @@ class Store(_Stream):
                 self.outcomes[first + index] = said[index]
 
 
-class Load(_Stream):
+class Load(Stream):
     """One streamed load."""
 
     def __init__(
         self,
-        client: Client,
+        client: ClientBase,
         keys: Keys,
         take: Copier,
         batch: int,

@@ -1,0 +1,157 @@
+"""What the parts of a client share: asking, and turning answers into handles.
+
+The law of this module: a deadline is fixed once, when a call begins, and everything that the call
+does is held to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+from kvd.chunk import NO_PARENT, Kind, KVSpec
+from kvd.client.call import Call
+from kvd.client.channel import Channel
+from kvd.client.handles import Lookup, Reservation
+from kvd.client.keys import Hashes, pack_fingerprints, pack_hashes
+from kvd.client.link import Link
+from kvd.client.settings import Info
+from kvd.client.stream import Keys
+from kvd.errors import BadKey, ClientClosed, KvdError, ProtocolError, Unavailable
+from kvd.wire import messages as m
+
+_R = TypeVar("_R")
+
+
+class SpecHandle(NamedTuple):
+    """A registered spec."""
+
+    digest: bytes
+    spec: KVSpec
+
+
+SpecLike = SpecHandle | KVSpec | bytes
+
+
+class ClientBase:
+    """The channel, the specs, and the deadline of calls that name none."""
+
+    timeout_s: float
+    _channel: Channel
+    _specs: dict[bytes, bytes]  # digest -> encoding; told in every new session
+    _registered: set[bytes]
+
+    def info(self, timeout_s: float | None = None) -> Info:
+        """Who answers: instance, epoch, version, limits, namespace, admin. Connects if need be."""
+        link = self._channel.ready
+        if link is None or link.info is None:
+            link = self._channel.connect(self.deadline_ns(timeout_s))
+        if link.info is None:
+            raise Unavailable("the session ended at once")
+        return link.info
+
+    def register(self, spec: KVSpec, *, timeout_s: float | None = None) -> SpecHandle:
+        """Tell the daemon about a layout; remembered, and told again in every new session.
+        SpecError if it is not valid."""
+        encoding, digest = spec.encode(), spec.digest
+        self._channel.check()
+        self._specs[digest] = encoding
+        if digest not in self._registered:
+            reply = self._ask(m.RegisterSpec(encoding), m.SpecReply, timeout_s)
+            if reply.digest != digest:
+                raise ProtocolError("the daemon computes another digest for this spec")
+            self._registered.add(digest)
+        return SpecHandle(digest, spec)
+
+    def _digest(self, spec: SpecLike, timeout_s: float | None) -> bytes:
+        if isinstance(spec, SpecHandle):
+            if spec.digest not in self._registered:
+                self.register(spec.spec, timeout_s=timeout_s)
+            return spec.digest
+        if isinstance(spec, KVSpec):
+            if spec.digest not in self._registered:
+                self.register(spec, timeout_s=timeout_s)
+            return spec.digest
+        return spec
+
+    # -- for streams and handles ---------------------------------------------------------------
+
+    def deadline_ns(self, timeout_s: float | None) -> int:
+        """CLOCK_MONOTONIC of this process, so many seconds (default `timeout_s`) from now."""
+        return time.monotonic_ns() + int((self.timeout_s if timeout_s is None else timeout_s) * 1e9)
+
+    @staticmethod
+    def left_s(deadline_ns: int) -> float:
+        """Seconds until then, not below 0."""
+        return max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+
+    def submit_at(
+        self,
+        message: m.Request,
+        deadline_ns: int,
+        payload: Iterable[bytes | memoryview] = (),
+    ) -> Call:
+        """Like submit, but poll() does not give it back: wait for its result()."""
+        return self._channel.submit(message, payload, deadline_ns=deadline_ns)
+
+    def reservation_of(self, call: Call) -> Reservation:
+        """The handle that a reserve's answer is (waits for it)."""
+        reply = self._reply(call, m.ReserveReply)
+        try:
+            return Reservation(self._channel, self._link_of(call), reply, self.timeout_s)
+        except KvdError:
+            self._channel.give_back(call)
+            raise
+
+    def lookup_of(self, call: Call) -> Lookup:
+        """The handle that a lookup's answer is (waits for it)."""
+        reply = self._reply(call, m.LookupReply)
+        try:
+            return Lookup(self._channel, self._link_of(call), reply, self.timeout_s)
+        except KvdError:
+            self._channel.give_back(call)
+            raise
+
+    def _ask(self, message: m.Request, shape: type[_R], timeout_s: float | None) -> _R:
+        return self._reply(self.submit_at(message, self.deadline_ns(timeout_s)), shape)
+
+    @staticmethod
+    def _reply(call: Call, shape: type[_R]) -> _R:
+        reply = call.result()
+        if not isinstance(reply, shape):
+            raise ProtocolError(f"not an answer to {type(call.message).__name__.lower()}")
+        return reply
+
+    @staticmethod
+    def _link_of(call: Call) -> Link:
+        if call.link is None:
+            raise ClientClosed("the call has no session")
+        return call.link
+
+    def _keys(
+        self,
+        spec: SpecLike,
+        hashes: Hashes,
+        fingerprints: Hashes | None,
+        shards: Sequence[int],
+        kind: Kind,
+        parent: bytes | None,
+        index0: int,
+        timeout_s: float | None,
+    ) -> Keys:
+        packed = pack_hashes(hashes)
+        count = len(packed) // 32
+        if parent is not None and len(parent) != 32:
+            raise BadKey(f"parent: 32 bytes are due, {len(parent)} came")
+        return Keys(
+            self._digest(spec, timeout_s),
+            int(kind),
+            tuple(shards),
+            packed,
+            None if fingerprints is None else pack_fingerprints(fingerprints, count),
+            NO_PARENT if parent is None else parent,
+            index0,
+            None,
+            None,
+        )
