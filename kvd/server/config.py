@@ -22,7 +22,7 @@ from kvd.server.settings import SETTINGS, NamespaceRule, Setting, find_setting
 from kvd.server.sizes import format_size
 from kvd.wire.paths import default_socket
 
-__all__ = ["Config", "load_config", "resolved_toml"]
+__all__ = ["Config", "load_config", "resolved_toml", "shown_settings"]
 
 # Variables that belong to clients and tools; the daemon lets them stand in its environment.
 CLIENT_ENV = frozenset({"KVD_TOKEN_FILE"})
@@ -246,6 +246,18 @@ def _by_other_words(word: str, form: Any) -> str | None:
 
 
 # -- shown --------------------------------------------------------------------------------------
+
+
+def shown_settings(config: Config) -> list[dict[str, Any]]:
+    """Every setting as a row of name, value (plain: it travels in `stat`) and origin."""
+    rows = []
+    for setting in SETTINGS:
+        value = getattr(config, setting.field)
+        if not setting.key:
+            value = [rule._asdict() for rule in value]
+        origin = config.origins.get(setting.name, "default")
+        rows.append({"name": setting.name, "value": value, "origin": origin})
+    return rows
 
 
 def resolved_toml(config: Config) -> str:

@@ -31,7 +31,7 @@ from kvd.server.access import Access, Grant, Peer
 from kvd.server.adoption import SpecRegistry
 from kvd.server.attach import Attached, AttachServer
 from kvd.server.carry import Carrier
-from kvd.server.config import Config
+from kvd.server.config import Config, shown_settings
 from kvd.server.counters import Counters
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
@@ -304,7 +304,10 @@ class _StatStep:
         self.desk = desk
 
     def result(self, result: StatResult) -> None:
-        self.request.result(StatResult(self.desk.own_stat(result.stat)))
+        stat = self.desk.own_stat(result.stat)
+        if self.request.session.grant.admin:
+            stat["config"] = shown_settings(self.desk.config)
+        self.request.result(StatResult(stat))
 
     def fail(self, code: ErrorCode, message: str) -> None:
         self.request.fail(code, message)
