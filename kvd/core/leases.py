@@ -26,6 +26,8 @@ from kvd.core.store import Store
 
 Rows = NDArray[np.int64]
 
+# plain integers: an IntFlag costs a microsecond each time
+_LEASE, _EVERY = int(LookupFlag.LEASE), int(LookupFlag.EVERY)
 _OK = bytes([Outcome.OK])
 _SKIPPED = bytes([Outcome.SKIPPED])
 _OUTCOME = {"mismatch": Outcome.MISMATCH, "partial": Outcome.PARTIAL}
@@ -80,7 +82,7 @@ class Leases:
         """What is there of these keys."""
         store = self._store
         asked = len(hashes) // 32
-        every = bool(flags & LookupFlag.EVERY)
+        every = bool(flags & _EVERY)
         ids = space.get_many(hashes)
         upto = asked
         if not every and NONE in ids:
@@ -101,7 +103,7 @@ class Leases:
             hits = np.arange(leading)
             outcomes = self._run(space, shards, ids, leading, fingerprints)
         lease = None
-        if flags & LookupFlag.LEASE and len(hits):
+        if flags & _LEASE and len(hits):
             left = store.config.lease_cap - session.lease_bytes
             room = max(left, 0) // space.chunk_slot_bytes
             if room < len(hits):

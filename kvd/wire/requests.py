@@ -16,6 +16,11 @@ from kvd.wire.limits import DEFAULT_LIMITS, GROUP_BYTES, TOKEN_BYTES, Limits, ov
 from kvd.wire.ops import GetFlag, LookupFlag, Op
 from kvd.wire.versions import MAX_FEATURE_BYTES, MAX_FEATURES
 
+# plain integers: an IntFlag costs a microsecond each time
+_LEASE = int(LookupFlag.LEASE)
+_LOAD = int(LookupFlag.LOAD)
+_RESERVE_MISSES = int(LookupFlag.RESERVE_MISSES)
+
 LEVELS = ("namespaces", "specs", "prefixes", "chunks")
 
 
@@ -324,11 +329,11 @@ def _lookup(f: list[Any], limits: Limits) -> Lookup:
     c.results(keys, len(named), limits)
     if type(flags) is not int or not 0 <= flags <= 15:
         raise c.wrong("flags", "a sum of lookup flags", flags)
-    if flags & LookupFlag.LEASE:
+    if flags & _LEASE:
         _duration(lease_ns, "lease_ns", limits.lease_max_ns)
-    elif flags & LookupFlag.LOAD:
+    elif flags & _LOAD:
         raise ProtocolError("flags: a lookup that loads has to lease")
-    if flags & LookupFlag.RESERVE_MISSES:
+    if flags & _RESERVE_MISSES:
         if fingerprints is None:
             raise ProtocolError("fingerprints: a lookup that reserves has to name them")
         _duration(ttl, "ttl", limits.ttl_max_ns)
