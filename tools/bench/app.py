@@ -25,6 +25,8 @@ Examples:
 Each measurement starts a daemon of its own, on temporary paths, unless --socket names one.
 """
 
+_PIPE_WIDTH = 110
+
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 _quick = click.option("--quick", is_flag=True, help="Seconds instead of minutes; rough figures.")
 _socket = click.option("--socket", metavar="PATH", help="Measure the daemon at this socket.")
@@ -109,7 +111,8 @@ def _run(
     if as_json:
         print(json.dumps(result, indent=2))
         return
-    console = Console(highlight=False, markup=False, emoji=False)
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    console = Console(highlight=False, markup=False, emoji=False, width=width)
     for table in tables(result):
         console.print(table)
 
@@ -118,7 +121,9 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
         right = column.startswith(">")
-        table.add_column(column.removeprefix(">"), justify="right" if right else "left")
+        table.add_column(
+            column.removeprefix(">"), justify="right" if right else "left", no_wrap=True
+        )
     return table
 
 
