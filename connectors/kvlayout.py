@@ -10,9 +10,11 @@ unbroken run a head (256 tokens of 64 fp32: 64 KiB) instead of one a token and h
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -26,7 +28,7 @@ STORABLE: dict[torch.dtype, str] = {
     torch.float16: "float16",
 }
 
-_WORDS = {2: torch.int16, 4: torch.int32}
+_WORDS = {2: (np.int16, torch.int16), 4: (np.int32, torch.int32)}  # by bytes an element
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # K and V of each layer
 
@@ -50,11 +52,6 @@ class KVLayout(NamedTuple):
         return STORABLE[self.dtype]
 
     @property
-    def word(self) -> torch.dtype:
-        """Integers as wide as an element: numpy has no bfloat16, and a copy needs only the bits."""
-        return _WORDS[self.dtype.itemsize]
-
-    @property
     def token_bytes(self) -> int:
         """Bytes a token, over all layers, K and V."""
         return self.layers * 2 * self.heads * self.dim * self.dtype.itemsize
@@ -64,15 +61,31 @@ class KVLayout(NamedTuple):
         """Bytes of a slot's payload."""
         return self.tokens * self.token_bytes
 
-    def over(self, slot: memoryview) -> torch.Tensor:
-        """The slot as a tensor [layers, 2, heads, tokens, dim] over the same bytes.
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of a slot: layer and part (K of layer 0, V of layer 0, K of layer 1, …), head, token,
+        dim."""
+        return (2 * self.layers, self.heads, self.tokens, self.dim)
 
-        ValueError when the slot is not exactly `nbytes` long.
+    def words(self, slot: memoryview) -> NDArray[Any]:
+        """The slot as integers as wide as an element, in `shape`, over the same bytes.
+
+        numpy has no bfloat16, and a copy needs only the bits. ValueError when the slot is not
+        exactly `nbytes` long.
         """
         if slot.nbytes != self.nbytes:
             raise ValueError(f"a slot of {slot.nbytes} B for a chunk of {self.nbytes} B")
-        shape = (self.layers, 2, self.heads, self.tokens, self.dim)
-        return torch.frombuffer(slot, dtype=self.dtype).view(shape)
+        words: NDArray[Any] = np.frombuffer(slot, _WORDS[self.dtype.itemsize][0])
+        return words.reshape(self.shape)
+
+    def tensor(self, slot: memoryview) -> torch.Tensor:
+        """The slot as a tensor in `shape` over the same bytes, valid as long as the slot is held.
+        ValueError as `words`."""
+        words = self.words(slot)
+        # A loaded slot is a read-only view, and torch knows no such tensors: it would warn that
+        # one could be written to. So it is told where the bytes are, not what they may be used for.
+        place = (ctypes.c_char * words.nbytes).from_address(words.ctypes.data)
+        return torch.frombuffer(place, dtype=self.dtype).view(self.shape)
 
     def blank(
         self, tokens: int, dtype: torch.dtype, device: torch.device | str
@@ -100,35 +113,29 @@ class ChunkCopier:
         self._layout = layout
         self._wholes = [tensor.detach()[0] for pair in pairs for tensor in pair]
         plain = all(t.dtype is layout.dtype and t.device.type == "cpu" for t in self._wholes)
-        self._words = [t.view(layout.word).numpy() for t in self._wholes] if plain else None
+        word = _WORDS[layout.dtype.itemsize][1]
+        self._words = [t.view(word).numpy() for t in self._wholes] if plain else None
 
     def read(self, chunk: int, slot: memoryview) -> None:
         """Copy a slot out, to the place of chunk number `chunk`."""
         begin, end = self._place(chunk)
         if self._words is not None:
-            for part, whole in zip(self._slot_words(slot), self._words, strict=True):
+            for part, whole in zip(self._layout.words(slot), self._words, strict=True):
                 whole[:, begin:end] = part
         else:
-            for part, whole in zip(self._slot_tensors(slot), self._wholes, strict=True):
+            for part, whole in zip(self._layout.tensor(slot), self._wholes, strict=True):
                 whole[:, begin:end].copy_(part)
 
     def write(self, chunk: int, slot: memoryview) -> None:
         """Copy chunk number `chunk` into a slot."""
         begin, end = self._place(chunk)
         if self._words is not None:
-            for part, whole in zip(self._slot_words(slot), self._words, strict=True):
+            for part, whole in zip(self._layout.words(slot), self._words, strict=True):
                 part[...] = whole[:, begin:end]
         else:
-            for part, whole in zip(self._slot_tensors(slot), self._wholes, strict=True):
+            for part, whole in zip(self._layout.tensor(slot), self._wholes, strict=True):
                 part.copy_(whole[:, begin:end])
 
     def _place(self, chunk: int) -> tuple[int, int]:
         size = self._layout.tokens
         return chunk * size, (chunk + 1) * size
-
-    def _slot_tensors(self, slot: memoryview) -> torch.Tensor:
-        return self._layout.over(slot).flatten(0, 1)  # [layer and part, head, token, dim]
-
-    def _slot_words(self, slot: memoryview) -> NDArray[Any]:
-        words: NDArray[Any] = self._slot_tensors(slot).view(self._layout.word).numpy()
-        return words
