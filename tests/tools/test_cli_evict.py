@@ -175,6 +175,8 @@ def test_leased_chunks_are_skipped_and_reported_and_the_exit_code_says_so(house:
         assert "skipped 2 under a lease" in again.out
         transfer = found.lease.load()
         assert [bytes(transfer.view(item)[:1]) for item in transfer] == [b"\0", b"\1"]
+        found.lease.check()
+        found.lease.release(wait=True)
     assert house.evict("--all", "--yes").code == 0
     assert house.left() == (0, 0)
 

@@ -21,6 +21,7 @@ from kvd.tools.cli.units import clean
 
 SCHEMA = 1
 _PIPE_WIDTH = 200
+_ANY_WIDTH = 10_000
 
 
 def tolerant(stream: TextIO | None) -> None:
@@ -49,8 +50,15 @@ class Output:
         sys.stdout.write(json.dumps(document, indent=2, default=_plain) + "\n")
 
     def show(self, *parts: RenderableType) -> None:
+        """Print; a table that is wider than the terminal keeps its columns in one line each, for
+        the terminal to wrap: nothing is cut, and lines can be copied."""
+        width = self.console.width
         for part in parts:
+            if isinstance(part, Table) and part.show_header:
+                wide = self.console.options.update(max_width=_ANY_WIDTH)
+                self.console.width = max(width, self.console.measure(part, options=wide).maximum)
             self.console.print(part)
+            self.console.width = width
 
     def say(self, text: str, style: str = "") -> None:
         """One plain line on standard output."""
@@ -67,15 +75,16 @@ class Output:
             title_justify="left",
             title_style="bold",
             header_style="bold",
-            box=box.ASCII2 if self.ascii_only else box.ROUNDED,
+            box=box.ASCII2 if self.ascii_only else box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+            collapse_padding=True,
         )
         for column in columns:
-            right = column.startswith(">")
             table.add_column(
                 column.removeprefix(">"),
-                justify="right" if right else "left",
-                no_wrap=right,
-                overflow="fold",
+                justify="right" if column.startswith(">") else "left",
+                no_wrap=True,
             )
         return table
 

@@ -119,6 +119,13 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
 }
 _KEYS = frozenset({"spec", "key", "root", "parent"})
+# said once above the table when they are the same in all rows
+_COMMON: dict[str, tuple[str, ...]] = {
+    "namespaces": (),
+    "specs": ("namespace",),
+    "prefixes": ("namespace", "spec", "kind"),
+    "chunks": ("namespace", "spec", "kind", ">tokens", ">shards", "tier", "state"),
+}
 
 
 def _kind(row: Row) -> str:
@@ -264,6 +271,12 @@ def _show(output: Output, level: str, rows: list[Row], full: bool) -> None:
         output.say("nothing there that fits")
         return
     columns = [column for column in _COLUMNS[level] if _worth(column, rows)]
+    common = [column for column in columns if column.head in _COMMON[level]]
+    common = [column for column in common if len({column.text(row) for row in rows}) == 1]
+    if common:
+        said = (f"{one.head.removeprefix('>')} {_shown(one, rows[0], full)}" for one in common)
+        output.say(clean(", ".join(said)), style="dim")
+    columns = [column for column in columns if column not in common]
     table = output.table("", *(column.head for column in columns))
     for row in rows:
         table.add_row(*(cell(_shown(column, row, full), column.style) for column in columns))

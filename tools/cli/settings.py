@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import click
@@ -9,6 +10,7 @@ import click
 from kvd.tools.cli.console import cell
 from kvd.tools.cli.guard import Failed
 from kvd.tools.cli.options import connection, link_from, output_from
+from kvd.tools.cli.units import format_bytes
 
 
 @click.command()
@@ -49,10 +51,21 @@ def config(
         set_here = row["origin"] != "default"
         table.add_row(
             cell(row["name"], "bold" if set_here else ""),
-            cell("" if row["value"] is None else row["value"]),
+            cell(_text(row["name"], row["value"])),
             cell(row["origin"], "" if set_here else "dim"),
         )
     output.show(table)
+
+
+def _text(name: str, value: Any) -> str:
+    """A value as a person reads it: sizes with their unit."""
+    if value is None or value == []:
+        return "-"
+    if name.endswith("size") and isinstance(value, int):
+        return format_bytes(value)
+    if isinstance(value, list | tuple | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
 
 
 def _rows(told: Any) -> list[dict[str, Any]]:

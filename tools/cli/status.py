@@ -134,8 +134,7 @@ def _head(stat: Mapping[str, Any], socket: str, admin: bool) -> Text:
 
 
 def _tiers(output: Output, stat: Mapping[str, Any]) -> Table:
-    table = output.table("tiers", "tier", "state", "used", ">", ">of", ">chunks", ">leased",
-                         ">writing", ">condemned", ">free slabs")  # fmt: skip
+    table = output.table("", "tier", "state", "used", "", ">chunks", ">leased", ">condemned")
     for tier in stat.get("tiers", []):
         limit = tier.get("limit_bytes", 0)
         used = tier.get("used_bytes", 0)  # slots that are taken, whatever by
@@ -145,15 +144,12 @@ def _tiers(output: Output, stat: Mapping[str, Any]) -> Table:
         condemned = tier.get("condemned_bytes", 0)
         table.add_row(
             cell(tier.get("name", "?"), "bold"),
-            cell(state, "green" if state in ("ok", "ready") else "yellow"),
-            output.bar(used, limit),
-            cell(format_bytes(used)),
-            cell(format_bytes(limit)),
+            cell(state, "green" if state == "ok" else "yellow"),
+            output.bar(used, limit, 16),
+            cell(f"{format_bytes(used)} of {format_bytes(limit)}"),
             cell(format_count(tier.get("chunks", 0))),
             cell(format_count(tier.get("leased_chunks", 0))),
-            cell(format_bytes(tier.get("writing_bytes", 0))),
             cell(format_bytes(condemned), "yellow" if condemned else ""),
-            cell(format_count(tier.get("slabs_free", 0))),
         )
     return table
 
@@ -280,11 +276,11 @@ def _restart(book: Book) -> Text | None:
     return _join(_said("adopted", adopted), _said("not taken over", rejected))
 
 
-def _slabs(book: Book) -> Text | None:
-    if not book.total("slabs_assigned", "slab_changes", "slots_moved"):
-        return None
+def _slabs(book: Book) -> Text:
+    free = sum(tier.get("slabs_free", 0) for tier in book.stat.get("tiers", []))
     return _join(
-        f"{book.count('slabs_assigned')} given to a size class",
+        f"{format_count(free)} free",
+        f"{book.count('slabs_assigned')} given to a size class so far",
         _said("changed class", book.reasons("slab_changes")),
         _said("slots moved", book.reasons("slots_moved")),
     )
@@ -334,24 +330,23 @@ def _errors(book: Book) -> Text:
 
 
 def _loop(loop: Mapping[str, Any]) -> Text | None:
-    """The loop's own figures, whatever they are: `_s`, `_ms` and `_bytes` names with units."""
+    """The loop's own figures, whatever they are; names that end in a unit are shown with it."""
     if not loop:
         return None
-    return _join(
-        *(
-            f"{clean(name.rpartition('_')[0] or name).replace('_', ' ')} {_with_unit(name, value)}"
-            for name, value in loop.items()
-        )
-    )
+    return _join(*(_with_unit(name, value) for name, value in loop.items()))
 
 
 def _with_unit(name: str, value: Any) -> str:
+    text, said = clean(value), clean(name)
     if isinstance(value, int | float) and not isinstance(value, bool):
+        text = format_count(value)
         for ending, scale in (("_ns", 1e-9), ("_us", 1e-6), ("_ms", 1e-3), ("_s", 1.0)):
             if name.endswith(ending):
-                return format_duration(value * scale)
-        return format_bytes(value) if name.endswith("_bytes") else format_count(value)
-    return clean(value)
+                text, said = format_duration(value * scale), said.removesuffix(ending)
+                break
+        if name.endswith("_bytes"):
+            text, said = format_bytes(value), said.removesuffix("_bytes")
+    return f"{said.replace('_', ' ')} {text}"
 
 
 def _nonzero(count: float) -> str:
