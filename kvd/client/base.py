@@ -44,6 +44,7 @@ class ClientBase:
 
     def info(self, timeout_s: float | None = None) -> Info:
         """Who answers: instance, epoch, version, limits, namespace, admin. Connects if need be."""
+        self._channel.check()
         link = self._channel.ready
         if link is None or link.info is None:
             link = self._channel.connect(self.deadline_ns(timeout_s))

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from kvd.client.link import Link
 
 
+_ERROR = int(FrameFlag.ERROR)
+
+
 class Call:
     """A request that was submitted. `result()` waits for its answer."""
 
@@ -89,7 +92,7 @@ class Call:
         if self.error is not None:
             raise self.error
         if self._decoded is None:
-            if self.flags & FrameFlag.ERROR:
+            if self.flags & _ERROR:
                 self.error = decode_error(self.raw)
                 raise self.error
             self._decoded = decode_reply(self.op, self.raw, newer=self.newer)

@@ -30,6 +30,7 @@ from kvd.wire.messages import Reply, Request, decode_error, decode_reply
 HANDLE_REQUESTS = (m.Commit, m.Abort, m.Load, m.Wait, m.Cancel, m.Renew, m.Release)
 
 _GIVE_BACK_S = 5.0
+_ERROR = int(FrameFlag.ERROR)
 _RELINK_CODES = (ErrorCode.UNKNOWN_SESSION, ErrorCode.STALE_EPOCH)
 _RESEND_NS = int(RESEND_S * 1e9)
 
@@ -110,7 +111,7 @@ class Channel(Waiters):
             link = call.link
             if self._closed or link is None or link is not self._link:
                 return
-            if call.error is None and not call.flags & FrameFlag.ERROR:
+            if call.error is None and not call.flags & _ERROR:
                 self._give_back(link, call.message, call.raw, call.newer)
                 self._pump(time.monotonic_ns())
 
@@ -159,10 +160,11 @@ class Channel(Waiters):
         """In a forked child, which has no other thread: only our copies of descriptors go."""
         self.lock = threading.Lock()
         self._closed = True
-        if self._link is not None:
-            self._link.leave_in_child()
+        link, self._link = self._link, None
+        if link is not None:
+            link.leave_in_child()
         self._close_descriptors()
-        _orphans.append((self._context, self._link))
+        _orphans.append((self._context, link))
 
     # -- below, the lock is held -------------------------------------------------------------
 
@@ -369,11 +371,11 @@ class Channel(Waiters):
                 return
             link.answered(frame.request)
             self._counts["late"] += 1
-            if not frame.flags & FrameFlag.ERROR:
+            if not frame.flags & _ERROR:
                 self._give_back(link, message, frame.body, frame.newer)
             return
         link.answered(frame.request)
-        if frame.flags & FrameFlag.ERROR and self._relinks(link, call, frame):
+        if frame.flags & _ERROR and self._relinks(link, call, frame):
             return
         call.link = link
         call.raw = frame.body

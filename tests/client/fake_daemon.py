@@ -23,7 +23,7 @@ import zmq
 
 from kvd.arena import ArenaOwner
 from kvd.chunk import KVSpec, Outcome, ShardSpec, SlotRef, pack_refs
-from kvd.errors import ErrorCode, KvdError, ProtocolError, UnknownHandle, UnknownSession
+from kvd.errors import KvdError, ProtocolError, UnknownHandle, UnknownSession
 from kvd.wire import (
     DEFAULT_LIMITS,
     FEATURES,
@@ -575,5 +575,23 @@ def readable(fd: int, timeout_s: float) -> bool:
     return bool(poller.poll(timeout_s * 1e3))
 
 
-def error_code(name: str) -> ErrorCode:
-    return ErrorCode[name]
+def in_child(what: Callable[[], object], *, leave: Callable[[int], None] = os._exit) -> int:
+    """Run in a forked child; its exit code (0 if `what` returned)."""
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            what()
+            code = 0
+        finally:
+            leave(code)
+    end = time.monotonic() + 30
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+            raise AssertionError("the child hangs")
+        time.sleep(0.01)
