@@ -16,7 +16,7 @@ from kvd.arena import ArenaOwner
 from kvd.chunk import KVSpec
 from kvd.core import Core, CoreConfig
 from kvd.errors import SpecError
-from kvd.eviction import make_policy
+from kvd.eviction.lru import Lru
 from kvd.server.config import Config
 
 __all__ = ["Opened", "SpecRegistry", "open_core"]
@@ -24,34 +24,28 @@ __all__ = ["Opened", "SpecRegistry", "open_core"]
 log = logging.getLogger(__name__)
 
 NS = 1_000_000_000
-POLICY = "lru"
 
 
 class SpecRegistry:
     """Names and encoded specs as they stand in the table file, so that a later life knows them."""
 
-    def __init__(self, arena: ArenaOwner, namespaces: Sequence[str], specs: Sequence[KVSpec]):
+    def __init__(self, arena: ArenaOwner, core: Core) -> None:
         self._arena = arena
-        self._namespaces = list(dict.fromkeys(namespaces))
-        self._specs = {spec.digest: spec.encode() for spec in specs}
-        self._store()
+        self._core = core
+        self._version = -1
 
-    def __len__(self) -> int:
-        return len(self._specs)
-
-    def add(self, spec: KVSpec) -> None:
-        """Keep a spec, before its client is told that it is registered. ArenaError."""
-        if spec.digest not in self._specs:
-            self._specs[spec.digest] = spec.encode()
-            self._store()
-
-    def _store(self) -> None:
-        dropped = self._arena.registry_store(self._namespaces, list(self._specs.values()))
+    def store(self) -> None:
+        """Keep what the core knows, if that has grown. Called before a client is told that its
+        spec is registered. ArenaError."""
+        core = self._core
+        if core.registry_version == self._version:
+            return
+        dropped = self._arena.registry_store(
+            core.namespaces, [spec.encode() for spec in core.specs]
+        )
         if dropped:
-            log.warning(
-                "registry of specs is full: %d of the oldest will not be adopted by a restart",
-                dropped,
-            )
+            log.warning("registry is full: the %d oldest will not be adopted by a restart", dropped)
+        self._version = core.registry_version
 
 
 class Opened(NamedTuple):
@@ -85,27 +79,26 @@ def core_config(config: Config, arena: ArenaOwner) -> CoreConfig:
 def open_core(config: Config, arena: ArenaOwner, namespaces: Sequence[str]) -> Opened:
     """A core over the arena, with what was adopted in it."""
     begun = time.monotonic()
-    core = Core(core_config(config, arena), lambda: make_policy(POLICY))
+    core = Core(core_config(config, arena), Lru)
     core.grow(arena.reserved)
+    registry = SpecRegistry(arena, core)
     if not arena.adopted:
-        return Opened(core, [], SpecRegistry(arena, namespaces, []), [], 0, 0, 0.0)
+        return Opened(core, [], registry, [], 0, 0, 0.0)
     stored = arena.registry_load()
-    names = list(dict.fromkeys([*namespaces, *stored.namespaces]))
-    specs = _decoded(stored.specs)
     locked = arena.session_locks()
     scan = arena.scan()
     actions = core.adopt(
         arena.slot_sizes(),
         scan.records,
         scan.indices,
-        names,
-        specs,
+        list(dict.fromkeys([*stored.namespaces, *namespaces])),
+        _decoded(stored.specs),
         locked,
         arena.lease_horizon,
         time.monotonic_ns(),
+        scan.invalid,
     )
-    used = {bytes(digest) for digest in set(scan.records["spec"].tolist())}
-    registry = SpecRegistry(arena, names, [spec for spec in specs if spec.digest in used])
+    registry.store()
     opened = Opened(
         core,
         actions,

@@ -168,7 +168,7 @@ class AttachServer:
             if data and not events & GONE:
                 return  # an attached peer has nothing to say here: thrown away
         if events & GONE or connection.session is None:
-            self._end(connection, "end of its connection")
+            self._end(connection, "connection")
 
     def _answer(self, connection: Connection, data: bytes, cut: bool) -> None:
         try:
@@ -192,16 +192,14 @@ class AttachServer:
         self._waiting.pop(descriptor)
         self._attached[descriptor] = connection
         if not sent:
-            self._end(connection, "gone before the reply to attach")
+            self._end(connection, "connection")
             return
         self._watch_process(connection)
 
     def _watch_process(self, connection: Connection) -> None:
         connection.pidfd = _pidfd_of(connection.sock, connection.peer)
         if connection.pidfd >= 0:
-            self._loop.watch(
-                connection.pidfd, lambda events: self._end(connection, "end of its process")
-            )
+            self._loop.watch(connection.pidfd, lambda events: self._end(connection, "process"))
 
     # -- the end --------------------------------------------------------------------------------
 

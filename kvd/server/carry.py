@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from kvd.chunk import payload_digest
 from kvd.core import actions as ac
 from kvd.core import events as ev
+from kvd.errors import ErrorCode
+from kvd.server.counters import Counters
 from kvd.server.transfers import Job, Transfers
 
 if TYPE_CHECKING:
@@ -30,10 +32,19 @@ log = logging.getLogger(__name__)
 class Carrier:
     """Owns the core. `feed` is the only way to it."""
 
-    def __init__(self, core: Core, arena: ArenaOwner, transfers: Transfers, *, seal: bool) -> None:
+    def __init__(
+        self,
+        core: Core,
+        arena: ArenaOwner,
+        transfers: Transfers,
+        counters: Counters,
+        *,
+        seal: bool,
+    ) -> None:
         self.core = core
         self._arena = arena
         self._transfers = transfers
+        self._counters = counters
         self._seal = seal
         self._waiting: deque[Any] = deque()
         self._busy = False
@@ -56,11 +67,25 @@ class Carrier:
             return
         self._busy = True
         try:
-            self.run(self.core.handle(event, time.monotonic_ns()))
+            self._handle(event)
             while self._waiting:
-                self.run(self.core.handle(self._waiting.popleft(), time.monotonic_ns()))
+                self._handle(self._waiting.popleft())
         finally:
             self._busy = False
+
+    def _handle(self, event: Any) -> None:
+        try:
+            actions = self.core.handle(event, time.monotonic_ns())
+        except (
+            Exception
+        ) as error:  # a fault of the core: that request is answered, the rest goes on
+            log.exception("fault of the core in %s", type(event).__name__)
+            self._counters.reason("faults", "core")
+            if hasattr(event, "request"):
+                text = f"unexpected {type(error).__name__} in the daemon"
+                event.request.fail(ErrorCode.INTERNAL, text)
+            return
+        self.run(actions)
 
     def run(self, actions: Sequence[Any]) -> None:
         """Carry out a list of actions. One that fails is logged; the ones after it still go."""
@@ -69,6 +94,7 @@ class Carrier:
                 self._carry[type(action)](action)
             except Exception:  # a reply that can't be made must not undo the next one's record
                 log.exception("action failed: %s", type(action).__name__)
+                self._counters.reason("faults", "action")
 
     # -- replies --------------------------------------------------------------------------------
 

@@ -1,9 +1,12 @@
-"""What the server counts beside the core: by name, or by name and reason.
+"""What the server counts beside the core: by declared name, or by name and reason.
 
-The law of this module: counting never fails and never waits. Only the loop's thread counts.
+The law of this module: only what stands in kvd.telemetry.server can be counted. A reason that is
+not declared is `other`. Only the loop's thread counts, so nothing waits.
 """
 
 from __future__ import annotations
+
+from kvd.telemetry.server import SERVER_METRICS
 
 __all__ = ["Counters"]
 
@@ -14,20 +17,19 @@ class Counters:
     __slots__ = ("_labelled", "_plain")
 
     def __init__(self) -> None:
-        self._plain: dict[str, int] = dict.fromkeys(
-            ("requests", "replies", "replayed", "requests_expired", "sessions_opened"), 0
-        )
-        self._labelled: dict[str, dict[str, int]] = {
-            name: {}
-            for name in ("malformed", "refused", "send_failed", "sessions_closed", "faults")
+        self._plain = {m.name: 0 for m in SERVER_METRICS.values() if not m.values}
+        self._labelled = {
+            m.name: dict.fromkeys(m.values, 0) for m in SERVER_METRICS.values() if m.values
         }
 
     def add(self, name: str, count: int = 1) -> None:
+        """KeyError for a name that is not declared."""
         self._plain[name] += count
 
-    def reason(self, name: str, reason: str) -> None:
+    def reason(self, name: str, reason: str, count: int = 1) -> None:
+        """KeyError for a name that is not declared, or a reason where there is no `other`."""
         reasons = self._labelled[name]
-        reasons[reason] = reasons.get(reason, 0) + 1
+        reasons[reason if reason in reasons else "other"] += count
 
     def of(self, name: str) -> int:
         """The value, or the sum over its reasons."""

@@ -79,7 +79,7 @@ class Desk:
         try:
             lock = [self.arena.session_lock_create(session.public_id)] if maps else []
         except (KvdError, OSError) as error:
-            self.end(session, "no session lock")
+            self.end(session, "lock")
             log.error("can't make a session lock: %s", error)
             raise InternalError("the daemon could not make the session's lock") from error
         reply = AttachReply(
@@ -105,7 +105,7 @@ class Desk:
         return Attached(session, encode_attach_reply(reply), descriptors, lock)
 
     def attach_failed(self, error: KvdError) -> None:
-        self.counters.reason("refused", f"attach_{error.code.name.lower()}")
+        self.counters.reason("attach_refused", error.code.name.lower())
         log.info("attach refused: %s", error)
 
     def _arenas(self) -> tuple[ArenaTold, ...]:
@@ -135,7 +135,6 @@ class Desk:
             maps_memory=maps,
             now_s=time.monotonic(),
         )
-        self.counters.add("sessions_opened")
         self.feed(
             ev.OpenSession(
                 session.number,
@@ -158,7 +157,7 @@ class Desk:
         if session.closed:
             return
         self.sessions.remove(session)
-        self.counters.reason("sessions_closed", why)
+        self.counters.reason("sessions_ended", why)
         if session.connection is not None and self.attach_server is not None:
             self.attach_server.drop(session.connection)
             session.connection = None
@@ -215,12 +214,12 @@ class Desk:
         for source in sources:
             for session in self.sessions.all():
                 if session.peer is None and session.source == source:
-                    self.end(session, "end of its connection")
+                    self.end(session, "connection")
 
     # -- requests that the server has a part in -------------------------------------------------
 
     def register_spec(self, request: Request, spec: KVSpec) -> None:
-        step = _Then(request, lambda result: self.registry.add(spec))
+        step = _Then(request, lambda result: self.registry.store())
         self.feed(ev.RegisterSpec(request.session.number, step, spec))
 
     def stat(self, request: Request) -> None:
@@ -228,24 +227,22 @@ class Desk:
 
     def own_stat(self, stat: dict[str, Any]) -> dict[str, Any]:
         """The core's answer and what only the server knows."""
+        counted = self.counters.snapshot()
         transfers = self.transfers.counters
+        counted["transfers"] = {
+            "done": transfers.done,
+            "failed": transfers.failed,
+            "stuck": transfers.stuck,
+        }
         return {
             **stat,
             "version": __version__,
             "pid": os.getpid(),
             "draining": self.draining,
-            "counters": {
-                **stat.get("counters", {}),
-                **self.counters.snapshot(),
-                "transfers": {
-                    "done": transfers.done,
-                    "failed": transfers.failed,
-                    "stuck": transfers.stuck,
-                },
-            },
+            "counters": {**stat["counters"], **counted},
             "loop": {
                 "turns": self.loop.turns,
-                "faults": self.loop.faults,
+                "faults": self.loop.faults + self.counters.of("faults"),
                 "longest_turn_ms": round(self.loop.longest_turn_s * 1000, 3),
                 "requests_in_flight": self.sessions.inflight,
                 "transfers_pending": self.transfers.pending,

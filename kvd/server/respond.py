@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 # Carried out again on a retry whose reply is not kept: they change nothing.
 REPEATABLE = frozenset({Op.HELLO, Op.WAIT, Op.LIST, Op.STAT, Op.HEARTBEAT, Op.GET})
 
+REPLY = int(FrameFlag.REPLY)
+ERROR = int(FrameFlag.REPLY | FrameFlag.ERROR)
 ROUTER_HWM = 1000  # replies that wait for one peer; more than a session's requests in flight
 MAX_UNSENT = 128 << 20  # payload bytes that wait for one peer
 
@@ -64,10 +66,10 @@ class Responder:
         except KvdError as too_long:
             self.fail(request, too_long.code, str(too_long))
             return
-        self._finish(request, FrameFlag.REPLY, body, payload)
+        self._finish(request, REPLY, body, payload)
 
     def fail(self, request: Request, code: ErrorCode, message: str) -> None:
-        self._finish(request, FrameFlag.REPLY | FrameFlag.ERROR, encode_error(code, message), ())
+        self._finish(request, ERROR, encode_error(code, message), ())
 
     def _finish(self, request: Request, flags: int, body: bytes, payload: Sequence[bytes]) -> None:
         session = request.session
@@ -96,7 +98,7 @@ class Responder:
         frame = encode_frame(
             address.op if address is not None else 0,
             encode_error(code, text),
-            flags=FrameFlag.REPLY | FrameFlag.ERROR,
+            flags=ERROR,
             session=address.session if address is not None else NO_SESSION,
             request=address.request if address is not None else 0,
             epoch=self._epoch,
@@ -113,12 +115,12 @@ class Responder:
             else:
                 self._send_payload(route, frames, session)
         except zmq.Again:
-            self._failed(session, route, "full", "its replies pile up: it does not read them")
+            self._failed(session, route, "full")
             return False
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, zmq.EHOSTUNREACH):
                 raise
-            self._failed(session, route, "unreachable", "its connection is gone")
+            self._failed(session, route, "unreachable")
             return False
         return True
 
@@ -140,10 +142,10 @@ class Responder:
         session.unsent = [entry for entry in session.unsent if not entry[0].done]
         return sum(size for _, size in session.unsent)
 
-    def _failed(self, session: Session | None, route: Route, reason: str, why: str) -> None:
-        self._counters.reason("send_failed", reason)
+    def _failed(self, session: Session | None, route: Route, reason: str) -> None:
+        self._counters.reason("sends_failed", reason)
         if session is None or session.closed:
             return
         if session.route is not None and session.route.identity != route.identity:
             return  # the client came back by another connection: only the old one is gone
-        self._lost(session, why)
+        self._lost(session, reason)

@@ -110,7 +110,9 @@ class Server:
         self.transfers = Transfers(config.workers, stuck_s=config.stuck_s)
         undo.callback(self.transfers.close, STOP_WORKERS_S)
         opened = open_core(config, self.arena, access.namespaces + (self.tcp_namespaces(keys)))
-        self.carrier = Carrier(opened.core, self.arena, self.transfers, seal=config.seal)
+        self.carrier = Carrier(
+            opened.core, self.arena, self.transfers, self.counters, seal=config.seal
+        )
         self.carrier.run(opened.actions)
         self.adopted = opened
         self.lockwatch = LockWatch(
@@ -156,8 +158,6 @@ class Server:
             gc.freeze()
             undo.callback(gc.unfreeze)
         self._served = True
-        self._notifier.ready(f"serving on {config.socket}")
-        log.info("serving on %s, epoch %d", config.socket, self.arena.epoch)
 
     def tcp_namespaces(self, keys: TcpKeys | None) -> list[str]:
         return list(dict.fromkeys(keys.clients.values())) if keys is not None else []
@@ -244,6 +244,8 @@ class Server:
 
     def main_loop(self) -> None:
         """Serve until a signal ends it, and what it lets finish has finished."""
+        self._notifier.ready(f"serving on {self.config.socket}")
+        log.info("serving on %s, epoch %d", self.config.socket, self.arena.epoch)
         while not self._finished():
             self.loop.turn(self._wait_ms())
             core = self.carrier.core

@@ -132,6 +132,10 @@ class RawClient:
             if answer.frame.request == request:
                 return answer
 
+    def ask(self, message: Any, payload: tuple[bytes, ...] = (), **fields: Any) -> Any:
+        """The decoded answer; raises the typed error if it is one."""
+        return self.call(message, payload, **fields).message
+
     def raw(self, *frames: bytes) -> None:
         self.dealer.send_multipart(list(frames))
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from server_raw import attach_answer, attach_over, dial, gone
 
 from kvd.errors import AuthError, ConfigError, KvdError, ProtocolError, VersionError
 from kvd.server import attach as attach_module
@@ -26,7 +27,6 @@ from kvd.server.loop import Loop
 from kvd.server.sessions import Session, Sessions
 from kvd.server.settings import NamespaceRule
 from kvd.wire.attach import AttachReply, AttachRequest, encode_attach, encode_attach_reply
-from server_raw import attach_answer, attach_over, dial, gone
 
 
 class Host:
@@ -117,7 +117,7 @@ def test_the_end_of_the_connection_ends_the_session(running: Running, eventually
     with dial(running.path) as sock:
         for descriptor in attach_over(sock, REQUEST)[1]:
             os.close(descriptor)
-    eventually(lambda: running.host.ended == [("w0", "end of its connection")])
+    eventually(lambda: running.host.ended == [("w0", "connection")])
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_what_an_attached_client_says_later_is_thrown_away(running: Running, eve
         with dial(running.path) as other:
             for descriptor in attach_over(other, REQUEST._replace(name="w1"))[1]:
                 os.close(descriptor)
-        assert running.host.ended in ([], [("w1", "end of its connection")])
+        assert running.host.ended in ([], [("w1", "connection")])
     eventually(lambda: len(running.host.ended) == 2)
 
 
@@ -186,7 +186,7 @@ def test_a_killed_parent_is_dead_although_its_child_holds_the_connection(
         assert running.host.ended == []
         begun = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        eventually(lambda: running.host.ended == [("w0", "end of its process")])
+        eventually(lambda: running.host.ended == [("w0", "process")])
         assert time.monotonic() - begun < 1.5
     finally:
         os.waitpid(pid, 0)
@@ -270,9 +270,7 @@ def token(tmp_path: Path) -> Path:
 
 
 def test_a_namespace_comes_from_uid_then_group_then_ones_own_uid(token: Path) -> None:
-    access = Access(
-        [NamespaceRule("a", uids=(4001,)), NamespaceRule("b", gids=(50,))], (4001,), 60
-    )
+    access = Access([NamespaceRule("a", uids=(4001,)), NamespaceRule("b", gids=(50,))], (4001,), 60)
     assert access.grant(Peer(1, 4001, (50,)), None) == Grant("a", True)
     assert access.grant(Peer(1, 4002, (7, 50)), None) == Grant("b", False)
     assert access.grant(Peer(1, 4003, (50, 60)), None) == Grant("b", True)

@@ -1,0 +1,80 @@
+"""The declared table of what the server counts beside the core.
+
+The law of this module: as in kvd.telemetry.table. These are apart because the core counts all of
+its own, and none of these.
+"""
+
+from __future__ import annotations
+
+from kvd.telemetry.table import Metric, MetricKind
+
+__all__ = ["SERVER_METRICS"]
+
+_C = MetricKind.COUNTER
+
+_ALL = (
+    Metric("requests", _C, "requests", "Requests taken on, each once."),
+    Metric("replies", _C, "replies", "Replies made, each once; a retry's copy is in replayed."),
+    Metric("replayed", _C, "requests", "Retries of requests that had been taken on before."),
+    Metric(
+        "requests_expired", _C, "requests", "Requests past their deadline when read; no effect."
+    ),
+    Metric(
+        "malformed",
+        _C,
+        "messages",
+        "Messages that do not follow the protocol, by the error that answered them.",
+        "error",
+        ("protocol", "limit", "version"),
+    ),
+    Metric(
+        "refused",
+        _C,
+        "messages",
+        "Messages of strangers, of closed sessions and of other epochs, by error.",
+        "error",
+        ("unknown_session", "stale_epoch", "auth", "draining", "wrong_instance", "other"),
+    ),
+    Metric(
+        "attach_refused",
+        _C,
+        "clients",
+        "Attaches that were refused, by error.",
+        "error",
+        ("protocol", "limit", "version", "auth", "draining", "wrong_instance", "other"),
+    ),
+    Metric(
+        "sends_failed",
+        _C,
+        "replies",
+        "Replies that could not be sent: the peer does not read, or is gone.",
+        "reason",
+        ("full", "unreachable"),
+    ),
+    Metric(
+        "sessions_ended",
+        _C,
+        "sessions",
+        "Sessions that ended, by what ended them.",
+        "reason",
+        ("bye", "process", "connection", "full", "unreachable", "lock", "shutdown"),
+    ),
+    Metric(
+        "faults",
+        _C,
+        "faults",
+        "Exceptions nobody expected, by where they were caught; the daemon went on.",
+        "where",
+        ("core", "action", "request", "loop"),
+    ),
+    Metric(
+        "transfers",
+        _C,
+        "jobs",
+        "Jobs of the worker threads, by result; stuck: reported by the watchdog.",
+        "result",
+        ("done", "failed", "stuck"),
+    ),
+)
+
+SERVER_METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
