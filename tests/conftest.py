@@ -2,8 +2,8 @@
 
 The law of this file: a test leaves nothing behind. After each test an autouse fixture compares
 the process with what it was before: Python threads, file descriptors, child processes, and names
-in /dev/shm that start with `kvd-`. What is still there after a grace period fails that test, and
-is cleared away as far as that is safe, so that the next one starts clean. Fixtures of a wider
+in /dev/shm that start with `kvd-`. What is still there after a grace period fails that test;
+children are killed, so that the next one starts clean. Fixtures of a wider
 scope than a test are set up before the comparison begins and torn down after it ends.
 
 At the end of the run, processes that were started by it and got away from their parent (a
@@ -96,11 +96,18 @@ def _cmdline(pid: int) -> bytes:
 
 
 def _held_elsewhere(name: str) -> bool:
-    """Whether a live daemon, not of this process, holds the lock of this arena. Another run of
-    the tests on the same machine may have daemons of its own."""
-    base = re.sub(r"\.(table|lock|s)$", "", name)
+    """Whether somebody holds the lock of this arena, or of one in this folder. Then it is in use
+    by another run on this machine: what this one started is gone by now, or told as a child."""
+    path = Path("/dev/shm", name)
+    locks = [path.with_name(re.sub(r"\.(table|lock|s)$", "", name) + ".lock")]
+    if path.is_dir():
+        locks += path.glob("*.lock")
+    return any(map(_locked, locks))
+
+
+def _locked(path: Path) -> bool:
     try:
-        fd = os.open(f"/dev/shm/{base}.lock", os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:
@@ -141,8 +148,9 @@ def _leaks(before: Snapshot) -> list[str]:
     return found
 
 
-def _clear(before: Snapshot) -> None:
-    """Kill this process's left-over children and unlink what they left in /dev/shm."""
+def _kill(before: Snapshot) -> None:
+    """End the children that this process left over. Nothing else is touched: a name in /dev/shm
+    may be another run's."""
     for pid in _children() - before.children:
         if LIBRARY_CHILDREN.search(_cmdline(pid)):
             continue
@@ -151,16 +159,6 @@ def _clear(before: Snapshot) -> None:
             os.waitpid(pid, 0)
         except (ProcessLookupError, ChildProcessError):
             continue
-    for name in _shm() - before.shm:
-        if _held_elsewhere(name):
-            continue
-        path = Path("/dev/shm", name)
-        if path.is_dir():
-            for file in path.iterdir():
-                file.unlink(missing_ok=True)
-            path.rmdir()
-        else:
-            path.unlink(missing_ok=True)
 
 
 @pytest.fixture(autouse=True)
@@ -173,10 +171,12 @@ def nothing_left_behind() -> Iterator[None]:
         return
     gc.collect()  # an object in a reference cycle may hold it; that alone is no leak
     end = time.monotonic() + GRACE_S
-    while (leaks := _leaks(before)) and time.monotonic() < end:
+    while leaks and time.monotonic() < end:
         time.sleep(0.05)
+        now = _leaks(before)
+        leaks = [leak for leak in leaks if leak in now]  # what is there all the time
     if leaks:
-        _clear(before)
+        _kill(before)
         pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -102,7 +103,11 @@ def _pytest(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 def test_each_kind_of_leak_fails_its_test_and_no_other(tmp_path: Path) -> None:
     name = f"kvd-leak-{os.getpid()}"
-    done = _pytest(tmp_path, LEAKING.replace("kvd-leak-{pid}", name))
+    try:
+        done = _pytest(tmp_path, LEAKING.replace("kvd-leak-{pid}", name))
+    finally:
+        Path("/dev/shm", name).unlink(missing_ok=True)
+        shutil.rmtree(f"/dev/shm/{name}.s", ignore_errors=True)
     blamed = set(re.findall(r"ERROR at teardown of (\w+)", done.stdout))
     assert blamed == {
         "test_thread",
@@ -114,7 +119,24 @@ def test_each_kind_of_leak_fails_its_test_and_no_other(tmp_path: Path) -> None:
     }, done.stdout
     assert "thread 'left-over'" in done.stdout
     assert f"shared memory /dev/shm/{name}.s" in done.stdout
-    assert not [n for n in os.listdir("/dev/shm") if n.startswith(name)]
+
+
+def test_an_arena_that_is_held_elsewhere_is_another_runs(tmp_path: Path) -> None:
+    """Its files are neither blamed on a test here nor touched."""
+    made = Path("/dev/shm", f"other-{os.getpid()}")
+    seen = made.with_name(f"kvd-other-{os.getpid()}")
+    made.mkdir()
+    (made / "kvd-0-x.s").mkdir()
+    with open(made / "kvd-0-x.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code = f"import os\ndef test_it_appears():\n    os.rename({str(made)!r}, {str(seen)!r})"
+        try:
+            done = _pytest(tmp_path, code)
+            assert done.returncode == 0, done.stdout
+            assert (seen / "kvd-0-x.s").is_dir()
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(seen, ignore_errors=True)
 
 
 def test_a_process_that_got_away_fails_the_run(tmp_path: Path) -> None:
