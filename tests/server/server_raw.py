@@ -144,7 +144,7 @@ class RawClient:
         return digest
 
     def reserve(self, digest: bytes, first: int, count: int, ttl_s: float = 30.0) -> Any:
-        """Root chunks `first`, `first`+1, ... as content-like single keys of one chain."""
+        """Chunks `first`, `first`+1, ... of a chain whose root is at the last multiple of 100."""
         hashes = b"".join(key(first + i) for i in range(count))
         return self.call(
             m.Reserve(
@@ -152,8 +152,8 @@ class RawClient:
                 1,
                 (0,),
                 hashes,
-                bytes(32) if first == 0 else key(first - 1),
-                first,
+                bytes(32) if first % 100 == 0 else key(first - 1),
+                first % 100,
                 prints(count),
                 None,
                 None,

@@ -33,6 +33,7 @@ class Child:
         read, write = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
+            os.close(read)
             try:
                 client = RawClient(path, name="w0")
                 life(client)
@@ -42,8 +43,9 @@ class Child:
                         signal.pause()
                     os.write(write, child.to_bytes(4, "big"))
                 os.write(write, client.session)
-            finally:
+                os.close(write)
                 signal.pause()
+            finally:
                 os._exit(1)
         os.close(write)
         self.grandchild = int.from_bytes(os.read(read, 4), "big") if fork else 0
@@ -87,16 +89,16 @@ def test_a_killed_writer_blocks_its_key_only_until_its_death_is_noticed(
     daemon: DaemonProcess,
 ) -> None:
     """K88"""
-    child = Child(daemon.socket, holds(10, 0, 1))
+    child = Child(daemon.socket, holds(100, 0, 1))
     with RawClient(daemon.socket) as client:
         digest = client.register(spec())
-        assert client.lookup(digest, 10, 1).outcomes == bytes([Outcome.MISS])
-        assert client.reserve(digest, 10, 1).outcomes == bytes([Outcome.BUSY])
+        assert client.lookup(digest, 100, 1).outcomes == bytes([Outcome.MISS])
+        assert client.reserve(digest, 100, 1).outcomes == bytes([Outcome.BUSY])
         assert dram(client)["writing_bytes"] == 4096
         child.kill()
         within(lambda: dram(client)["writing_bytes"] + dram(client)["condemned_bytes"] == 0)
-        assert client.store(digest, 10, 1) == bytes([Outcome.OK])
-        assert client.lookup(digest, 10, 1).leading == 1
+        assert client.store(digest, 100, 1) == bytes([Outcome.OK])
+        assert client.lookup(digest, 100, 1).leading == 1
 
 
 def test_a_client_that_comes_back_under_its_name_is_somebody_else(daemon: DaemonProcess) -> None:

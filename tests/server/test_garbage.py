@@ -87,7 +87,7 @@ GARBAGE: dict[str, list[bytes]] = {
     "500,000 levels": [header(body_len=500_001) + b"\x91" * 500_000 + b"\x90"],
     "an extension type": [header(body_len=4) + b"\x91\xd4\x01\x00"],
     "noise": [os.urandom(4096)],
-    "noise behind the magic": [b"KVD1" + os.urandom(4096)],
+    "noise behind the magic": [b"KVD1\1\0\0\0" + os.urandom(4096)],
     "reserved bits": [header(reserved=7) + STAT],
     "request 0": [header(request=0) + STAT],
     "an acknowledgement of the future": [header(ack=2**63) + STAT],

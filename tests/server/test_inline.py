@@ -102,7 +102,7 @@ def test_a_part_of_another_length_is_a_mismatch_and_leaves_nothing(client: RawCl
 def test_parts_must_be_as_many_as_results(client: RawClient) -> None:
     digest = client.register(spec(NBYTES))
     with pytest.raises(ProtocolError):
-        client.call(
+        client.ask(
             m.Put(digest, 1, (0,), key(1), bytes(32), 0, prints(1), None, None, 0, NS),
             (b"a", b"b"),
         )

@@ -214,7 +214,8 @@ def test_a_stopped_peer_is_dead_after_three_heartbeats(
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        TcpClient(endpoint, keys.server_public, keys.a_public, keys.a_secret).hello()
+        stopped = TcpClient(endpoint, keys.server_public, keys.a_public, keys.a_secret)
+        stopped.hello()
         os.write(write, b"!")
         signal.pause()
         os._exit(0)
