@@ -82,6 +82,14 @@ def test_control_measures_lookups_beside_bare_zmq() -> None:
     assert left_behind() == before
 
 
+def test_index_measures_the_core_in_a_process_of_its_own() -> None:
+    result = told("index", "--quick")
+    assert set(result) >= {
+        "chunks", "rss_bytes_per_chunk", "lookups_per_s", "lookups_per_s_at_10k", "adopt_s",
+    }  # fmt: skip
+    assert all(value > 0 for value in result.values())
+
+
 def test_a_running_daemon_can_be_measured_and_is_left_as_it_was() -> None:
     with DaemonProcess(arena_size="256MiB") as daemon:
         result = told("control", "--quick", "--socket", daemon.socket)

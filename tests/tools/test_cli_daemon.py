@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -300,3 +301,27 @@ def test_json_of_every_command_is_ascii_and_one_object(house: House) -> None:
         out = kvd_cli(*words, "--json", "--socket", house.daemon.socket).out
         assert out.isascii()
         assert json.loads(out)["command"] == words[0]
+
+
+# -- as somebody else -----------------------------------------------------------------------------
+
+
+def test_a_token_file_says_of_which_namespace_to_be(tmp_path: Path) -> None:
+    token = tmp_path / "team.token"
+    token.write_text("a-long-secret-of-the-team\n")
+    token.chmod(0o600)
+    config = f"[[namespaces]]\nname = 'team'\ntoken_file = '{token}'\n"
+    with DaemonProcess(config=config) as daemon:
+        with Client(daemon.socket, token=b"a-long-secret-of-the-team") as client:
+            store_chain(client, a_spec(), 3)
+        where = ("--socket", daemon.socket)
+        mine = kvd_cli("status", "--json", *where, "--token-file", str(token))
+        assert mine.json["namespace"] == "team"
+        admin = kvd_cli("inspect", "namespaces", "--json", *where)
+        assert [row["namespace"] for row in admin.json["rows"]] == ["team"]
+        token.write_text("another secret")
+        refused = kvd_cli("status", *where, "--token-file", str(token))
+        assert refused.code == 1
+        assert refused.err.count("\n") == 1
+        empty = kvd_cli("status", *where, "--token-file", str(tmp_path / "none"))
+        assert (empty.code, "can't read" in empty.err) == (1, True)

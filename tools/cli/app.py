@@ -8,9 +8,11 @@ import click
 
 import kvd
 from kvd.errors import KvdError, Unavailable
+from kvd.tools.cli.console import Output
 from kvd.tools.cli.evict import evict
 from kvd.tools.cli.inspect import inspect
-from kvd.tools.cli.options import Duration, connection, link_from, output_from
+from kvd.tools.cli.link import Link
+from kvd.tools.cli.options import connection, places
 from kvd.tools.cli.settings import config
 from kvd.tools.cli.status import status
 from kvd.tools.cli.units import clean, format_duration
@@ -33,28 +35,36 @@ Exit codes: 0 done, 1 failed (or only in part), 2 usage, 3 daemon away.
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.option("--socket", metavar="PATH", help="The daemon's socket, for any command.")
-@click.option("--timeout", type=Duration(), metavar="DURATION", help="Give up after this (5s).")
-@click.option("--json", "as_json", is_flag=True, help="Answer with one JSON object.")
+@places
 @click.version_option(kvd.__version__, prog_name="kvd-cli", message="%(prog)s %(version)s")
 @click.pass_context
-def cli(ctx: click.Context, socket: str | None, timeout: float | None, as_json: bool) -> None:
+def cli(
+    ctx: click.Context,
+    socket: str | None,
+    timeout: float | None,
+    token_file: str | None,
+    as_json: bool,
+) -> None:
     """Look into a kvd daemon, and take things out of it.
 
     The daemon is found by --socket, else by KVD_SOCKET, else at the default place. Looking changes
     nothing: it touches no recency and takes no lease.
     """
-    ctx.obj = {"socket": socket, "as_json": as_json}
-    if timeout is not None:
-        ctx.obj["timeout"] = timeout
+    ctx.obj = {
+        "socket": socket,
+        "timeout": timeout,
+        "token_file": token_file,
+        "as_json": as_json,
+    }
 
 
 @click.command()
 @click.option("--count", "-c", type=click.IntRange(min=1), default=1, help="Round trips to make.")
 @connection
-@click.pass_context
 def ping(
-    ctx: click.Context, count: int, socket: str | None, timeout: float | None, as_json: bool
+    link: Link,
+    output: Output,
+    count: int,
 ) -> None:
     """Ask the daemon's loop for an answer, and time it.
 
@@ -63,10 +73,8 @@ def ping(
       kvd-cli ping
       kvd-cli ping --timeout 200ms || systemctl restart kvd
     """
-    output = output_from(ctx, as_json)
-    with link_from(ctx, socket, timeout) as link:
-        info = link.info()
-        times = sorted(link.ping() for _ in range(count))
+    info = link.info()
+    times = sorted(link.ping() for _ in range(count))
     middle = times[len(times) // 2]
     if output.as_json:
         output.json(
@@ -86,8 +94,10 @@ def ping(
 
 @click.command()
 @connection
-@click.pass_context
-def version(ctx: click.Context, socket: str | None, timeout: float | None, as_json: bool) -> None:
+def version(
+    link: Link,
+    output: Output,
+) -> None:
     """Versions of this tool, of the protocol and of the daemon, if one is there.
 
     \b
@@ -95,19 +105,17 @@ def version(ctx: click.Context, socket: str | None, timeout: float | None, as_js
       kvd-cli version
       kvd-cli version --json
     """
-    output = output_from(ctx, as_json)
     daemon: dict[str, Any] | None = None
     away = ""
-    with link_from(ctx, socket, timeout) as link:
-        try:
-            info = link.info()
-            daemon = {"version": info.version, "instance": info.instance}
-        except Unavailable as error:
-            away = "away"
-            if not output.as_json:
-                output.note(clean(error), style="dim")
-        except KvdError as error:
-            away = clean(error)
+    try:
+        info = link.info()
+        daemon = {"version": info.version, "instance": info.instance}
+    except Unavailable as error:
+        away = "away"
+        if not output.as_json:
+            output.note(clean(error), style="dim")
+    except KvdError as error:
+        away = clean(error)
     if output.as_json:
         output.json(
             version=kvd.__version__, protocol=f"{MAJOR}.{MINOR}", daemon=daemon, socket=link.socket

@@ -23,8 +23,6 @@ from kvd.tools.cli.options import (
     conditions_from,
     connection,
     filters,
-    link_from,
-    output_from,
     whole_key,
 )
 from kvd.tools.cli.units import clean, format_bytes, format_count, format_duration, short_key
@@ -65,9 +63,9 @@ _KEYS_A_REQUEST = 1024
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @click.option("--yes", "-y", is_flag=True, help="Don't ask before a wide eviction.")
 @connection
-@click.pass_context
 def evict(
-    ctx: click.Context,
+    link: Link,
+    output: Output,
     keys: tuple[str, ...],
     more_keys: tuple[str, ...],
     prefix: str | None,
@@ -82,9 +80,6 @@ def evict(
     everything: bool,
     dry_run: bool,
     yes: bool,
-    socket: str | None,
-    timeout: float | None,
-    as_json: bool,
 ) -> None:
     """Remove chunks: those for which all conditions hold.
 
@@ -107,24 +102,22 @@ def evict(
         raise click.UsageError("say what to evict: a KEY, --prefix, --namespace, ... or --all")
     if sum((bool(names), prefix is not None, key_prefix is not None)) > 1:
         raise click.UsageError("give keys, or --prefix, or --key-prefix: not several of them")
-    output = output_from(ctx, as_json)
-    with link_from(ctx, socket, timeout) as link:
-        selectors: list[Conditions] = []
-        for conditions in conditions_from(link, asked):
-            if idle is not None:
-                conditions["idle_ns"] = int(idle * 1e9)
-            if everything:
-                conditions["everything"] = True
-            selectors.extend(_pointed(link, conditions, names, prefix, key_prefix))
-        if wide and not dry_run and not yes:
-            _ask(link, selectors)
-        total, error = _carry_out(link, selectors, dry_run)
+    selectors: list[Conditions] = []
+    for conditions in conditions_from(link, asked):
+        if idle is not None:
+            conditions["idle_ns"] = int(idle * 1e9)
+        if everything:
+            conditions["everything"] = True
+        selectors.extend(_pointed(link, conditions, names, prefix, key_prefix))
+    if wide and not dry_run and not yes:
+        _ask(link, selectors)
+    total, error = _carry_out(link, selectors, dry_run)
     missing = max(0, len(set(names)) - total.matched) if error is None else 0
     _report(output, total, error, dry_run, missing)
     if error is not None:
-        ctx.exit(AWAY if isinstance(error, Unavailable) else FAILED)
+        raise click.exceptions.Exit(AWAY if isinstance(error, Unavailable) else FAILED)
     if missing or (total.leased and not dry_run):
-        ctx.exit(FAILED)
+        raise click.exceptions.Exit(FAILED)
 
 
 def _pointed(

@@ -25,8 +25,6 @@ from kvd.tools.cli.options import (
     connection,
     filters,
     fits,
-    link_from,
-    output_from,
     prefix_bytes,
     whole_key,
 )
@@ -174,9 +172,9 @@ def _parent(row: Row) -> str:
 )
 @click.option("--full", is_flag=True, help="Keys in full, not abbreviated.")
 @connection
-@click.pass_context
 def inspect(
-    ctx: click.Context,
+    link: Link,
+    output: Output,
     level: str | None,
     namespace: str | None,
     spec: str | None,
@@ -191,9 +189,6 @@ def inspect(
     limit: int,
     cursor: int,
     full: bool,
-    socket: str | None,
-    timeout: float | None,
-    as_json: bool,
 ) -> None:
     """Show what the daemon holds: namespaces, specs, prefixes or chunks.
 
@@ -214,22 +209,20 @@ def inspect(
     narrowed = asked._replace(namespace=None).any or any(
         value is not None for value in (key, prefix, idle, age)
     )
-    output = output_from(ctx, as_json)
-    with link_from(ctx, socket, timeout) as link:
-        if level is None and not narrowed and cursor == 0:
-            _tree(link, output, asked, full)
-            return
-        level = level or "chunks"
-        if level != "chunks" and (key is not None or age is not None):
-            raise click.UsageError("--key and --age are of chunks: say `inspect chunks`")
-        conditions = _one(conditions_from(link, asked))
-        if idle is not None:
-            conditions["idle_ns"] = int(idle * 1e9)
-        if key is not None:
-            conditions["key_prefix"] = prefix_bytes(key)
-        if prefix is not None:
-            conditions["subtree"] = whole_key(link, prefix, conditions)
-        page = _page(link, level, conditions, limit, cursor, key, age)
+    if level is None and not narrowed and cursor == 0:
+        _tree(link, output, asked, full)
+        return
+    level = level or "chunks"
+    if level != "chunks" and (key is not None or age is not None):
+        raise click.UsageError("--key and --age are of chunks: say `inspect chunks`")
+    conditions = _one(conditions_from(link, asked))
+    if idle is not None:
+        conditions["idle_ns"] = int(idle * 1e9)
+    if key is not None:
+        conditions["key_prefix"] = prefix_bytes(key)
+    if prefix is not None:
+        conditions["subtree"] = whole_key(link, prefix, conditions)
+    page = _page(link, level, conditions, limit, cursor, key, age)
     if output.as_json:
         output.json(level=level, rows=page.rows, cursor=page.cursor)
         return

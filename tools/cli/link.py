@@ -56,9 +56,10 @@ class Evicted(NamedTuple):
 class Link:
     """A client, opened when first needed."""
 
-    def __init__(self, socket: str | None, timeout_s: float) -> None:
+    def __init__(self, socket: str | None, timeout_s: float, token: bytes | None = None) -> None:
         self.socket = socket or str(default_socket())
         self.timeout_s = timeout_s
+        self._token = token
         self._client: Client | None = None
 
     def __enter__(self) -> Link:
@@ -81,7 +82,11 @@ class Link:
             from kvd.client import Client  # not before somebody is there: it takes its time
 
             self._client = Client(
-                self.socket, timeout_s=self.timeout_s, name="kvd-cli", map_memory=False
+                self.socket,
+                timeout_s=self.timeout_s,
+                name="kvd-cli",
+                token=self._token,
+                map_memory=False,
             )
         return self._client
 

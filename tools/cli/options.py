@@ -7,6 +7,8 @@ guessed. An abbreviated key or spec must fit exactly one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import wraps
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import click
@@ -19,6 +21,7 @@ from kvd.tools.cli.units import clean, parse_duration, parse_hex, short_key
 STATES = ("writing", "unsealed", "sealed", "quarantined")
 KINDS = {"prefix": 1, "content": 2}
 _MIN_ABBREVIATION = 4
+_TIMEOUT_S = 5.0
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -65,15 +68,49 @@ class Asked(NamedTuple):
         return any(value is not None for value in self)
 
 
-def connection(command: F) -> F:
-    """--socket, --timeout and --json, on every command."""
+def connection(command: Callable[..., None]) -> Callable[..., None]:
+    """--socket, --token-file, --timeout and --json. The command gets a link and an output."""
+
+    @wraps(command)
+    def run(
+        ctx: click.Context,
+        /,
+        socket: str | None,
+        timeout: float | None,
+        token_file: str | None,
+        as_json: bool,
+        **rest: Any,
+    ) -> None:
+        before: dict[str, Any] = ctx.obj or {}  # the same options before the command's name
+        output = Output(ctx.info_name or "", as_json=as_json or before["as_json"])
+        token_file = token_file or before["token_file"]
+        if timeout is None:
+            timeout = before["timeout"]
+        with Link(
+            socket or before["socket"],
+            _TIMEOUT_S if timeout is None else timeout,
+            None if token_file is None else _token(token_file),
+        ) as link:
+            command(link, output, **rest)
+
+    return places(click.pass_context(run))
+
+
+def places(command: F) -> F:
+    """The options that every command and the group itself have."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="One JSON object (docs/cli.md)."),
         click.option(
             "--timeout",
             type=Duration(),
             metavar="DURATION",
-            help="Give up after this long (5s).",
+            help=f"Give up after this long ({_TIMEOUT_S:g}s).",
+        ),
+        click.option(
+            "--token-file",
+            metavar="PATH",
+            envvar="KVD_TOKEN_FILE",
+            help="Be of the namespace to which this file's token belongs.",
         ),
         click.option(
             "--socket",
@@ -83,6 +120,16 @@ def connection(command: F) -> F:
     ):
         command = option(command)
     return command
+
+
+def _token(path: str) -> bytes:
+    try:
+        token = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise Failed(f"--token-file: can't read {path}: {error.strerror or error}") from None
+    if not token:
+        raise Failed(f"--token-file: {path} is empty")
+    return token
 
 
 def filters(command: F) -> F:
@@ -101,20 +148,6 @@ def filters(command: F) -> F:
     ):
         command = option(command)
     return command
-
-
-def link_from(ctx: click.Context, socket: str | None, timeout: float | None) -> Link:
-    """A link from this command's options, or else from those before the command's name."""
-    before: dict[str, Any] = ctx.obj or {}
-    return Link(
-        socket or before.get("socket"),
-        timeout if timeout is not None else before.get("timeout", 5.0),
-    )
-
-
-def output_from(ctx: click.Context, as_json: bool) -> Output:
-    before: dict[str, Any] = ctx.obj or {}
-    return Output(ctx.info_name or "", as_json=as_json or before.get("as_json", False))
 
 
 def conditions_from(link: Link, asked: Asked) -> list[Conditions]:

@@ -7,22 +7,20 @@ from typing import Any
 
 import click
 
-from kvd.tools.cli.console import cell
+from kvd.tools.cli.console import Output, cell
 from kvd.tools.cli.guard import Failed
-from kvd.tools.cli.options import connection, link_from, output_from
+from kvd.tools.cli.link import Link
+from kvd.tools.cli.options import connection
 from kvd.tools.cli.units import format_bytes
 
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @connection
-@click.pass_context
 def config(
-    ctx: click.Context,
+    link: Link,
+    output: Output,
     names: tuple[str, ...],
-    socket: str | None,
-    timeout: float | None,
-    as_json: bool,
 ) -> None:
     """Show the daemon's settings as they are in force, each with its origin.
 
@@ -35,9 +33,7 @@ def config(
       kvd-cli config arena
       kvd-cli config --json | jq '.settings[] | select(.origin != "default")'
     """
-    output = output_from(ctx, as_json)
-    with link_from(ctx, socket, timeout) as link:
-        told = link.stat().get("config")
+    told = link.stat().get("config")
     if not told:
         raise Failed("this daemon does not tell its settings; `kvd --check` shows a configuration")
     rows = [row for row in _rows(told) if not names or row["name"].startswith(names)]

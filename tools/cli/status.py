@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.tools.cli.console import Output, cell
-from kvd.tools.cli.options import connection, link_from, output_from
+from kvd.tools.cli.link import Link
+from kvd.tools.cli.options import connection
 from kvd.tools.cli.units import clean, format_bytes, format_count, format_duration
 
 MOST_SLABS = 16  # a slab is at most this part of an arena
@@ -25,8 +26,10 @@ Counter = int | float | Mapping[str, int | float]
 
 @click.command()
 @connection
-@click.pass_context
-def status(ctx: click.Context, socket: str | None, timeout: float | None, as_json: bool) -> None:
+def status(
+    link: Link,
+    output: Output,
+) -> None:
     """Show how the daemon is: tiers, hits, sessions, leases, evictions, errors, the loop.
 
     \b
@@ -36,10 +39,8 @@ def status(ctx: click.Context, socket: str | None, timeout: float | None, as_jso
       kvd-cli status --json | jq '.tiers[] | {name, used_bytes, limit_bytes}'
       watch kvd-cli status
     """
-    output = output_from(ctx, as_json)
-    with link_from(ctx, socket, timeout) as link:
-        info = link.info()
-        stat = link.stat()
+    info = link.info()
+    stat = link.stat()
     for name in ("version", "instance", "namespace"):
         stat.setdefault(name, getattr(info, name))
     stat.pop("config", None)  # `kvd-cli config` shows it
