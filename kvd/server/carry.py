@@ -38,14 +38,11 @@ class Carrier:
         arena: ArenaOwner,
         transfers: Transfers,
         counters: Counters,
-        *,
-        seal: bool,
     ) -> None:
         self.core = core
         self._arena = arena
         self._transfers = transfers
         self._counters = counters
-        self._seal = seal
         self._waiting: deque[Any] = deque()
         self._busy = False
         self._carry: dict[type, Callable[[Any], None]] = {
@@ -127,13 +124,10 @@ class Carrier:
     # -- work for the threads -------------------------------------------------------------------
 
     def _start_seal(self, action: ac.Seal) -> None:
-        if not self._seal:
-            return
         view = self._arena.view[action.offset : action.offset + action.length]
 
         def done(digest: bytes | None) -> None:
-            if digest is not None:
-                self.feed(ev.Sealed(action.record, action.generation, digest))
+            self.feed(ev.Sealed(action.record, action.generation, digest or b""))
 
         self._transfers.submit(
             Job(

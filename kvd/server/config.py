@@ -49,7 +49,6 @@ class Config:
     drain_s: float
     workers: int
     stuck_s: float
-    seal: bool
     gc_freeze: bool
     arena_path: str
     arena_size: int

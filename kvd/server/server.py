@@ -110,9 +110,7 @@ class Server:
         self.transfers = Transfers(config.workers, stuck_s=config.stuck_s)
         undo.callback(self.transfers.close, STOP_WORKERS_S)
         opened = open_core(config, self.arena, access.namespaces + (self.tcp_namespaces(keys)))
-        self.carrier = Carrier(
-            opened.core, self.arena, self.transfers, self.counters, seal=config.seal
-        )
+        self.carrier = Carrier(opened.core, self.arena, self.transfers, self.counters)
         self.carrier.run(opened.actions)
         self.adopted = opened
         self.lockwatch = LockWatch(

@@ -245,8 +245,6 @@ SETTINGS: tuple[Setting, ...] = (
             "threads that verify, seal and copy payloads"),
     Setting("daemon", "stuck_s", "stuck_s", 10, number(0.1, DAY, "seconds"), "SECONDS",
             "a worker that takes longer for one transfer is reported and replaced"),
-    Setting("daemon", "seal", "seal", True, boolean, "BOOL",
-            "compute digests of stored payloads in the background"),
     Setting("daemon", "gc_freeze", "gc_freeze", True, boolean, "BOOL",
             "exempt what exists after start from garbage collection"),
     Setting("arena", "path", "arena_path", "/dev/shm", path, "DIR",
