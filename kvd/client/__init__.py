@@ -8,7 +8,7 @@ from kvd.client.base import SpecHandle
 from kvd.client.call import Call
 from kvd.client.client import Client
 from kvd.client.handles import Lease, Lookup, Reservation, Transfer
-from kvd.client.settings import Counters, Curve, Info
+from kvd.client.settings import Counters, Curve, Info, SharedLease
 from kvd.client.stream import as_bytes, copy_into, copy_out
 from kvd.wire.messages import EvictReply, ListReply, Selector
 
@@ -24,6 +24,7 @@ __all__ = [
     "Lookup",
     "Reservation",
     "Selector",
+    "SharedLease",
     "SpecHandle",
     "Transfer",
     "as_bytes",

@@ -76,13 +76,12 @@ class Channel(Waiters):
         """Send now if that is possible, else as soon as it is. Never blocks.
 
         `serial`: the link in which the message's handle was given; the call ends with StaleEpoch
-        if that one is over. LimitExceeded or ProtocolError if the message can't be encoded.
+        if that one is over. None: whichever there is (a handle of the group).
+        LimitExceeded or ProtocolError if the message can't be encoded.
         """
         call = Call(self, message, tuple(payload), deadline_ns, serial, tracked=tracked)
         with self.lock:
             self.check()
-            if serial is None and isinstance(message, HANDLE_REQUESTS):
-                call.serial = self._serial
             if tracked:
                 self._has_finished()  # drops what was collected
             self._queue.append(call)

@@ -23,13 +23,14 @@ from kvd.client.keys import outcomes as named
 from kvd.client.keys import pack_items
 from kvd.client.link import Link
 from kvd.client.memory import Slots
-from kvd.client.settings import LEASE_MARGIN_NS
+from kvd.client.settings import LEASE_MARGIN_NS, SharedLease
 from kvd.errors import (
     ClientClosed,
     Forked,
     KvdError,
     LeaseLost,
     ProtocolError,
+    StaleEpoch,
     Unavailable,
     UnknownHandle,
 )
@@ -311,7 +312,11 @@ class Transfer(Handle):
 
 
 class Lease(Handle):
-    """Chunks that can't be evicted until `expiry_ns` (CLOCK_MONOTONIC of this process)."""
+    """Chunks that can't be evicted until `expiry_ns` (CLOCK_MONOTONIC of this process).
+
+    A lease that was joined belongs to another session of the group: leaving its context checks it,
+    but does not release it.
+    """
 
     def __init__(
         self, channel: Channel, link: Link, lease: int, expiry: int, timeout_s: float
@@ -320,7 +325,24 @@ class Lease(Handle):
         self.id = lease
         self.expiry_ns = expiry - link.offset_ns
         self._released = False
+        self._joined = False
         self._transfers: list[Transfer] = []
+
+    @classmethod
+    def join(cls, channel: Channel, link: Link, shared: SharedLease, timeout_s: float) -> Self:
+        """A lease that another session of the group took. StaleEpoch if the daemon restarted."""
+        if shared.epoch != link.epoch:
+            raise StaleEpoch(
+                f"lease {shared.id} is of epoch {shared.epoch}, the daemon's is {link.epoch}"
+            )
+        lease = cls(channel, link, shared.id, shared.expiry_ns, timeout_s)
+        lease._joined = True
+        return lease
+
+    def share(self) -> SharedLease:
+        """What another session of the group needs to join."""
+        link = self._link
+        return SharedLease(self.id, self.expiry_ns + link.offset_ns, link.epoch)
 
     @property
     def valid(self) -> bool:
@@ -403,7 +425,8 @@ class Lease(Handle):
             if kind is None and not self._released:
                 self.check()
         finally:
-            self.release()
+            if not self._joined:
+                self.release()
 
 
 class Lookup(Handle):

@@ -144,6 +144,7 @@ class Link:
     def _attach(self) -> None:
         """Unavailable when nobody listens there."""
         settings = self.settings
+        self._attach_sent_ns = time.monotonic_ns()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             sock.setblocking(False)
@@ -177,7 +178,6 @@ class Link:
             raise
         self._sock = sock
         self.attach_fd = sock.fileno()
-        self._attach_sent_ns = time.monotonic_ns()
 
     def on_attach(self) -> None:
         """The attach socket may have something. Lost at its end; typed errors of a refusal."""

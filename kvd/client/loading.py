@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from kvd.chunk import Kind, Outcome
 from kvd.client.base import ClientBase, SpecLike
-from kvd.client.handles import Lookup
+from kvd.client.handles import Lease, Lookup
 from kvd.client.inline import InlineLoad, get_message
 from kvd.client.keys import Hashes, outcomes, pack_fingerprints
+from kvd.client.settings import SharedLease
 from kvd.client.stream import Copier, Load
 from kvd.errors import ProtocolError
 from kvd.wire import LookupFlag
@@ -73,6 +74,13 @@ class Loading(ClientBase):
         if not keys.keys:
             return Lookup.empty(self._channel, self.timeout_s)
         return self.lookup_of(self.submit_at(message, self.deadline_ns(timeout_s)))
+
+    def join(self, shared: SharedLease, *, timeout_s: float | None = None) -> Lease:
+        """A lease that another session of this client's group took: load from it, renew it, or
+        release it for all. StaleEpoch if the daemon restarted since."""
+        self._channel.check()
+        link = self._channel.ready or self._channel.connect(self.deadline_ns(timeout_s))
+        return Lease.join(self._channel, link, shared, self.timeout_s)
 
     def load_chunks(
         self,

@@ -60,6 +60,15 @@ class Info(NamedTuple):
     public_id: bytes | None  # this session's public id; None over tcp
 
 
+class SharedLease(NamedTuple):
+    """A lease as it is told to the other sessions of its group (Lease.share, Client.join). Plain
+    values, to be sent in whatever way the engine's processes talk."""
+
+    id: int
+    expiry_ns: int  # of the daemon's CLOCK_MONOTONIC
+    epoch: int  # of the daemon
+
+
 class Counters(NamedTuple):
     """What a client did besides what it was asked for (see Client.counters)."""
 
