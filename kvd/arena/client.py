@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kvd.arena.layout import EPOCH, PAGE, SUPER_WORDS, Superblock
+from kvd.arena.layout import EPOCH, PAGE, RESERVED, SUPER_WORDS, Superblock
 from kvd.arena.mapping import Mapping
 from kvd.chunk import HEADER_BYTES, RECORD_DTYPE, ChunkHeader, SlotRef
 from kvd.errors import ArenaError
@@ -86,6 +86,12 @@ class ArenaMap:
         """The daemon's epoch as it stands in shared memory now; 0 in an arena that was given up."""
         self._check_alive()
         return int(self._word[EPOCH])
+
+    def reserved(self) -> int:
+        """Bytes from the arena's start that have memory behind them. Grows up to `size` while the
+        daemon reserves; what lies beyond must not be touched."""
+        self._check_alive()
+        return int(self._word[RESERVED])
 
     def generations(self, records: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
         """Generations (u64) of the records with these numbers, as they stand now. ArenaError if

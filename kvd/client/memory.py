@@ -89,15 +89,25 @@ class Memory:
         self._thread.start()
 
     def _run(self, maps: Sequence[ArenaMap]) -> None:
-        # Reading faults in what the daemon reserved; a mapped write would add nothing but work.
         for known in maps:
-            for offset in range(0, known.size, PREFAULT_STEP):
-                if self._stop.is_set():
+            # A slow first pass is all that an error, or a map that was closed, costs.
+            with contextlib.suppress(ArenaError):
+                self._fault_in(known)
+
+    def _fault_in(self, known: ArenaMap) -> None:
+        """Step by step, never beyond what the daemon has reserved: that memory would be ours."""
+        offset = 0
+        while offset < known.size:
+            length = min(PREFAULT_STEP, known.size - offset)
+            if offset + length > known.reserved():
+                if self._stop.wait(0.1):
                     return
-                length = min(PREFAULT_STEP, known.size - offset)
-                with contextlib.suppress(ArenaError):  # a slow first pass is all that it costs
-                    known.prefault(offset, length, write=True)
-                    self.prefaulted += length
+                continue
+            if self._stop.is_set():
+                return
+            known.prefault(offset, length, write=True)
+            self.prefaulted += length
+            offset += length
 
 
 class Slots:
