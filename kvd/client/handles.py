@@ -225,7 +225,8 @@ class Transfer(Handle):
         if reply.refs:
             self._slots.fill(ready, reply.refs)
         self._fresh: list[int] = ready.tolist()
-        self._known = 0  # how many completions the daemon has told in answers to wait
+        # How many results are known, in the daemon's order of completion: what `wait` goes on from.
+        self._known = len(reply.outcomes) - reply.outcomes.count(0)
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
@@ -256,7 +257,6 @@ class Transfer(Handle):
         ready = items[np.frombuffer(reply.outcomes, dtype=np.uint8) == _OK]
         if reply.refs:
             self._slots.fill(ready, reply.refs)
-        # The first answer may repeat what the load itself told.
         self._fresh += [i for i in dict.fromkeys(ready.tolist()) if self._raw[i] != _OK]
         for index, outcome in zip(items.tolist(), reply.outcomes, strict=True):
             self._raw[index] = outcome
