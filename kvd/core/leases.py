@@ -83,6 +83,8 @@ class Leases:
         store = self._store
         asked = len(hashes) // 32
         every = bool(flags & _EVERY)
+        if asked == 1:
+            return self._one(session, space, shards, hashes, fingerprints, flags, lease_ns)
         ids = space.get_many(hashes)
         upto = asked
         if not every and NONE in ids:
@@ -119,6 +121,48 @@ class Leases:
         counts["chunks_hit", ""] += len(hits)
         space.hits += len(hits)
         return Looked(outcomes, leading, lease)
+
+    def _one(
+        self,
+        session: Session,
+        space: Space,
+        shards: tuple[int, ...],
+        key: bytes,
+        fingerprint: bytes | None,
+        flags: int,
+        lease_ns: int,
+    ) -> Looked:
+        """The same for a single key, without arrays: they cost more than all the rest."""
+        store, chunks = self._store, self._store.chunks
+        row = space.get(key)
+        good = row != NONE and self._ready(space, shards, row)
+        if good and fingerprint is not None:
+            good = chunks.print[16 * row : 16 * row + 16] == fingerprint
+        run = good and (not space.chained or chunks.ready[chunks.parent[row]] > 0)
+        hit = good if flags & _EVERY else run
+        counts = store.counters.tenant(space.namespace)
+        counts["lookups", ""] += 1
+        counts["chunks_asked", ""] += 1
+        if not hit:
+            missed = self._miss(space, shards, [row], 0, fingerprint)
+            return Looked(bytes([missed]), 0, None)
+        lease = None
+        if flags & _LEASE:
+            if store.config.lease_cap - session.lease_bytes < space.chunk_slot_bytes:
+                counts["chunks_missed", "over_quota"] += 1
+                return Looked(bytes([Outcome.OVER_QUOTA]), 0, None)
+            lease = self._give(session, space, shards, np.array([row], np.int64), lease_ns)
+        counts["chunks_hit", ""] += 1
+        space.hits += 1
+        return Looked(_OK, int(run), lease)
+
+    def _ready(self, space: Space, shards: tuple[int, ...], row: int) -> bool:
+        """Whether all these shards are ready."""
+        chunks = self._store.chunks
+        if len(shards) == space.shards:
+            return chunks.ready[row] == space.shards
+        state, first = self._store.cells.state, chunks.cell[row]
+        return chunks.ready[row] > 0 and all(state[first + s] == col.READY for s in shards)
 
     def _good(
         self, space: Space, shards: tuple[int, ...], rows: Rows, fingerprints: bytes | None
