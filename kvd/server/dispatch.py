@@ -28,7 +28,7 @@ from kvd.errors import (
 )
 from kvd.server.counters import Counters
 from kvd.server.inline import Inline
-from kvd.server.replies import Seen
+from kvd.server.replies import Seen, Taken
 from kvd.server.requests import Request
 from kvd.server.respond import REPEATABLE, Responder
 from kvd.server.sessions import Route, Session, Sessions
@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 NS_PER_MS = 1_000_000
 # plain integers: arithmetic with enum members costs microseconds on the hot path
 REPLY, RELATIVE = int(FrameFlag.REPLY), int(FrameFlag.RELATIVE)
-BATCH = 256  # messages of one socket in one turn of the loop
-BATCH_NS = 4_000_000
+BATCH = 64  # messages of one socket in one turn of the loop; their replies go out together
+BATCH_NS = 1_000_000
 MAX_FRAMES_KEPT = 4097  # of one message; more are read and thrown away
 
 
@@ -153,14 +153,18 @@ class Dispatcher:
     def drain(self, socket: zmq.Socket[bytes], *, tcp: bool = False) -> None:
         """Take what is there, in a bounded batch; the poller comes back for the rest."""
         end = time.monotonic_ns() + BATCH_NS
-        for _ in range(BATCH):
-            try:
-                message = receive(socket, tcp=tcp)
-            except zmq.Again:
-                return
-            self.take(Route(socket, message.identity), message, tcp=tcp)
-            if time.monotonic_ns() > end:
-                return
+        self._responder.hold()
+        try:
+            for _ in range(BATCH):
+                try:
+                    message = receive(socket, tcp=tcp)
+                except zmq.Again:
+                    return
+                self.take(Route(socket, message.identity), message, tcp=tcp)
+                if time.monotonic_ns() > end:
+                    return
+        finally:
+            self._responder.flush()
 
     def take(self, route: Route, message: Message, *, tcp: bool = False) -> None:
         """One message: exactly one reply, now or later."""
@@ -184,7 +188,8 @@ class Dispatcher:
             raise ProtocolError("a reply came where a request is due")
         if message.too_many:
             raise LimitExceeded(f"payload frames: more than {self._limits.frames}")
-        check_payload(frame, [len(part) for part in message.payload], self._limits)
+        if message.payload or frame.frames:
+            check_payload(frame, [len(part) for part in message.payload], self._limits)
         if frame.request == 0:
             raise ProtocolError("request ids start at 1")
         session = self._session_of(route, message, frame, tcp)
@@ -208,27 +213,9 @@ class Dispatcher:
         self, session: Session, route: Route, frame: Frame, payload: list[zmq.Frame]
     ) -> None:
         taken = session.replies.take(frame.request, frame.ack, repeatable=frame.op in REPEATABLE)
-        match taken.seen:
-            case Seen.NEW:
-                pass
-            case Seen.IN_FLIGHT:
-                self._counters.add("replayed")
-                return
-            case Seen.ANSWERED:
-                self._counters.add("replayed")
-                assert taken.reply is not None
-                self._responder.send(route, taken.reply, session)
-                return
-            case Seen.GONE:
-                raise ProtocolError(
-                    f"request {frame.request} was carried out; its reply is not kept any more"
-                )
-            case Seen.TOO_MANY:
-                raise LimitExceeded(
-                    f"requests in flight: at most {self._limits.inflight} allowed; await some"
-                )
-            case Seen.TOO_SPARSE:
-                raise LimitExceeded("request ids must increase by one; too many were passed over")
+        if taken.seen is not Seen.NEW:
+            self._repeated(session, route, frame, taken)
+            return
         self._counters.add("requests")
         now = time.monotonic_ns()
         deadline = frame.deadline
@@ -249,6 +236,26 @@ class Dispatcher:
             log.exception("fault in operation %d of session %d", frame.op, session.number)
             self._counters.reason("faults", "request")
             request.fail(ErrorCode.INTERNAL, f"unexpected {type(error).__name__} in the daemon")
+
+    def _repeated(self, session: Session, route: Route, frame: Frame, taken: Taken) -> None:
+        """A request that is not taken on (again)."""
+        match taken.seen:
+            case Seen.ANSWERED:
+                self._counters.add("replayed")
+                assert taken.reply is not None
+                self._responder.send(route, taken.reply, session)
+            case Seen.GONE:
+                raise ProtocolError(
+                    f"request {frame.request} was carried out; its reply is not kept any more"
+                )
+            case Seen.TOO_MANY:
+                raise LimitExceeded(
+                    f"requests in flight: at most {self._limits.inflight} allowed; await some"
+                )
+            case Seen.TOO_SPARSE:
+                raise LimitExceeded("request ids must increase by one; too many were passed over")
+            case _:  # in flight: its one reply will come
+                self._counters.add("replayed")
 
     # -- one operation --------------------------------------------------------------------------
 

@@ -33,6 +33,9 @@ class Taken(NamedTuple):
     reply: list[bytes] | None  # with ANSWERED
 
 
+_NEW = Taken(Seen.NEW, None)
+
+
 class IdSet:
     """Positive integers that come nearly in order: kept as runs, so that the set stays small."""
 
@@ -112,7 +115,7 @@ class ReplyCache:
             return Taken(Seen.TOO_SPARSE, None)
         self._seen.add(request)
         self._inflight.add(request)
-        return Taken(Seen.NEW, None)
+        return _NEW
 
     def finish(self, request: int, reply: list[bytes], *, keep: bool = True) -> None:
         """The request was answered with these frames; they are kept for a retry, or not."""

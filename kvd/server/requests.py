@@ -31,7 +31,7 @@ class Answerable(Protocol):
 class Request:
     """One request of a session. `deadline` is ns of our monotonic clock, 0 if there is none."""
 
-    __slots__ = ("deadline", "id", "newer", "op", "respond", "route", "session", "trace")
+    __slots__ = ("_frame", "deadline", "id", "op", "respond", "route", "session")
 
     def __init__(
         self,
@@ -45,10 +45,15 @@ class Request:
         self.route = route
         self.id = frame.request
         self.op = frame.op
-        self.newer = frame.newer
-        self.trace = Trace(frame.trace_id, frame.span_id, frame.trace_flags)
+        self._frame = frame
         self.deadline = deadline
         self.respond = respond
+
+    @property
+    def trace(self) -> Trace:
+        """What the client sent, for its reply and for spans."""
+        frame = self._frame
+        return Trace(frame.trace_id, frame.span_id, frame.trace_flags)
 
     def result(self, result: Result) -> None:
         self.respond.result(self, result, ())

@@ -55,6 +55,21 @@ class Responder:
         self._epoch = epoch
         self._counters = counters
         self._lost = lost
+        self._held: list[tuple[Route, list[bytes], Session | None]] | None = None
+
+    # -- batches --------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Keep replies back until `flush`. libzmq's I/O thread falls asleep between two of our
+        replies and is then woken by a system call for each; a batch wakes it once."""
+        if self._held is None:
+            self._held = []
+
+    def flush(self) -> None:
+        """Send what was kept back, in order."""
+        held, self._held = self._held, None
+        for route, frames, session in held or ():
+            self._send(route, frames, session)
 
     # -- the one reply of a request -------------------------------------------------------------
 
@@ -105,8 +120,14 @@ class Responder:
         )
         self.send(route, [frame], None)
 
-    def send(self, route: Route, frames: list[bytes], session: Session | None) -> bool:
-        """Whether the frames are on their way. The session, if any, is lost when they are not."""
+    def send(self, route: Route, frames: list[bytes], session: Session | None) -> None:
+        """Send, now or with the batch. A session whose peer can't be sent to is lost."""
+        if self._held is not None:
+            self._held.append((route, frames, session))
+        else:
+            self._send(route, frames, session)
+
+    def _send(self, route: Route, frames: list[bytes], session: Session | None) -> None:
         socket, identity = route
         try:
             if len(frames) == 1:
@@ -116,13 +137,10 @@ class Responder:
                 self._send_payload(route, frames, session)
         except zmq.Again:
             self._failed(session, route, "full")
-            return False
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, zmq.EHOSTUNREACH):
                 raise
             self._failed(session, route, "unreachable")
-            return False
-        return True
 
     def _send_payload(self, route: Route, frames: list[bytes], session: Session | None) -> None:
         socket, identity = route
