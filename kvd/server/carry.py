@@ -79,19 +79,24 @@ class Carrier:
             log.exception("fault of the core in %s", type(event).__name__)
             self._counters.reason("faults", "core")
             if hasattr(event, "request"):
-                text = f"unexpected {type(error).__name__} in the daemon"
-                event.request.fail(ErrorCode.INTERNAL, text)
+                self._give_up(event.request, error)
             return
         self.run(actions)
+
+    def _give_up(self, request: Any, error: Exception) -> None:
+        """Each request is answered, come what may."""
+        request.fail(ErrorCode.INTERNAL, f"unexpected {type(error).__name__} in the daemon")
 
     def run(self, actions: Sequence[Any]) -> None:
         """Carry out a list of actions. One that fails is logged; the ones after it still go."""
         for action in actions:
             try:
                 self._carry[type(action)](action)
-            except Exception:  # a reply that can't be made must not undo the next one's record
+            except Exception as error:  # must not take the actions behind it along
                 log.exception("action failed: %s", type(action).__name__)
                 self._counters.reason("faults", "action")
+                if isinstance(action, ac.Reply):
+                    self._give_up(action.request, error)
 
     # -- replies --------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from kvd.chunk import KVSpec
 from kvd.core import events as ev
 from kvd.core.actions import Result, StatResult
 from kvd.errors import (
+    ArenaError,
     AuthError,
     Draining,
     ErrorCode,
@@ -161,12 +162,20 @@ class Desk:
         if session.connection is not None and self.attach_server is not None:
             self.attach_server.drop(session.connection)
             session.connection = None
-        stopped = not session.maps_memory or self.arena.session_lock_free(session.public_id)
+        stopped = not session.maps_memory or self.lock_is_free(session.public_id)
         stopped = stopped and session.copies == 0
         self.feed(ev.CloseSession(session.number, stopped))
         if not stopped:
             self.lockwatch.add(session.public_id, time.monotonic(), copies=session.copies)
         log.info("session %d ended: %s", session.number, why)
+
+    def lock_is_free(self, public_id: bytes) -> bool:
+        """Whether no process can hold that session's mapping; what can't be asked is not free."""
+        try:
+            return self.arena.session_lock_free(public_id)
+        except (ArenaError, OSError) as error:
+            log.error("session lock %s: %s", public_id.hex(), error)
+            return False
 
     # -- hello ----------------------------------------------------------------------------------
 

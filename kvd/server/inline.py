@@ -8,6 +8,7 @@ for a session its slots are not given to anybody else, even if the session ends 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from kvd.arena import ArenaOwner
 
 __all__ = ["Inline", "InlineHost"]
+
+log = logging.getLogger(__name__)
 
 WAIT_NS = 30_000_000_000  # for the verification of what is loaded, without a deadline
 
@@ -117,6 +120,26 @@ class _Step:
         if self.then is not None:
             self.request.fail(code, message)
 
+    def _copy_by_worker(
+        self, what: str, run: Callable[[], Any], then: Callable[[Any], None]
+    ) -> None:
+        """`then` gets what `run` returned, None if it failed; not called if the session has ended
+        meanwhile. The request is answered even if `then` fails."""
+        host, request = self.inline.host, self.request
+
+        def done(result: Any) -> None:
+            host.copy_ends(request)
+            if request.session.closed:
+                return
+            try:
+                then(result)
+            except Exception as error:
+                log.exception("fault in %s", what)
+                request.fail(ErrorCode.INTERNAL, f"unexpected {type(error).__name__} in the daemon")
+
+        host.copy_begins(request)
+        host.submit(Job(what, run, done))
+
 
 def _ignored(inline: Inline, request: Request) -> _Step:
     """For a request whose answer changes nothing any more."""
@@ -152,16 +175,12 @@ class _Put(_Step):
         if not fits:
             self.request.respond.result(self.request, OutcomesResult(bytes(self.outcomes)), ())
             return
-        self.inline.host.copy_begins(self.request)
-        self.inline.host.submit(
-            Job("inline put", lambda: _copy_all(moves), lambda done: self._copied(fits, done))
+        self._copy_by_worker(
+            "inline put", lambda: _copy_all(moves), lambda done: self._copied(fits, done)
         )
 
     def _copied(self, items: list[int], done: object) -> None:
-        self.inline.host.copy_ends(self.request)
         session = self.request.session
-        if session.closed:
-            return
         if done is None:
             self._abort(items)
             self._answer(items, bytes([Outcome.FAILED]) * len(items))
@@ -268,19 +287,13 @@ class _Get(_Step):
             self._reply(self.outcomes, [])
             return
         arena = self.inline.arena
-        self.inline.host.copy_begins(self.request)
-        self.inline.host.submit(
-            Job(
-                "inline get",
-                lambda: [_copy_out(arena, ref) for _, ref in take],
-                lambda copied: self._copied([at for at, _ in take], copied),
-            )
+        self._copy_by_worker(
+            "inline get",
+            lambda: [_copy_out(arena, ref) for _, ref in take],
+            lambda copied: self._copied([at for at, _ in take], copied),
         )
 
     def _copied(self, places: list[int], copied: list[bytes | None] | None) -> None:
-        self.inline.host.copy_ends(self.request)
-        if self.request.session.closed:
-            return
         payload: list[bytes] = []
         for at, data in zip(places, copied or [None] * len(places), strict=True):
             if data is None:

@@ -44,7 +44,13 @@ class LockWatch:
             watched.copies -= 1
             watched.due_s = 0.0
 
+    def wait_s(self, now_s: float) -> float | None:
+        """How long until somebody is to be asked; None: there is nobody."""
+        due = [watched.due_s for watched in self._watched.values() if watched.copies <= 0]
+        return max(0.0, min(due) - now_s) if due else None
+
     def poll(self, now_s: float) -> None:
+        """Ask for those that are due."""
         for public_id, watched in list(self._watched.items()):
             if watched.due_s > now_s or watched.copies > 0:
                 continue

@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 
 NS = 1_000_000_000
 IDLE_MS = 1000
-LOCK_POLL_S = 0.02
 STOP_WORKERS_S = 5.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -114,7 +113,7 @@ class Server:
         self.carrier.run(opened.actions)
         self.adopted = opened
         self.lockwatch = LockWatch(
-            self.arena.session_lock_free,
+            lambda public_id: self.desk.lock_is_free(public_id),
             lambda public_id: self.carrier.feed(ev.LockFreed(public_id)),
         )
         for public_id in opened.locked:
@@ -209,7 +208,6 @@ class Server:
         self.dispatcher.drain(self.tcp.socket, tcp=True)
 
     def _timers(self) -> None:
-        self.loop.every(LOCK_POLL_S, self.lockwatch.poll)
         self.loop.every(1.0, self.transfers.watch)
         if self._notifier.watchdog_s is not None:
             self.loop.every(self._notifier.watchdog_s, lambda now: self._notifier.alive())
@@ -250,16 +248,21 @@ class Server:
             due = core.next_deadline()
             if core.busy or (due is not None and due <= time.monotonic_ns()):
                 self.carrier.feed(ev.Tick())
+            if len(self.lockwatch):
+                self.lockwatch.poll(time.monotonic())
 
     def _wait_ms(self) -> int:
         core = self.carrier.core
         if core.busy:
             return 0
+        wait_ms = IDLE_MS
+        lock_s = self.lockwatch.wait_s(time.monotonic()) if len(self.lockwatch) else None
+        if lock_s is not None:
+            wait_ms = min(wait_ms, int(lock_s * 1000) + 1)
         due = core.next_deadline()
-        if due is None:
-            return IDLE_MS
-        left_ms: int = -(-(due - time.monotonic_ns()) // 1_000_000)
-        return min(IDLE_MS, max(0, left_ms))
+        if due is not None:
+            wait_ms = min(wait_ms, max(0, -(-(due - time.monotonic_ns()) // 1_000_000)))
+        return wait_ms
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name

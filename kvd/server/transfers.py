@@ -95,7 +95,11 @@ class Transfers:
                 self.counters.failed += 1
             else:
                 self.counters.done += 1
-            job.done(job.result)
+            try:
+                job.done(job.result)
+            except Exception:  # one bad completion must not keep back the ones behind it
+                log.exception("completion failed: %s", job.what)
+                self.counters.failed += 1
         return count
 
     def watch(self, now_s: float) -> list[str]:

@@ -13,7 +13,7 @@ from server_raw import RawClient, dial, spec
 from kvd.wire import LookupFlag
 from kvd.wire.attach import AttachRequest, encode_attach
 
-ROUNDS = 60
+ROUNDS = 150
 PHASES = 8
 
 
