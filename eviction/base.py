@@ -11,7 +11,7 @@ the root if nothing below it is left, so `touch` and `insert` get whole chains.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 
@@ -41,11 +41,11 @@ class Policy(ABC):
         parents: Sequence[int],
         queue: int,
         size: int,
-        ghosts: Sequence[int],
+        ghost: Callable[[int], int],
     ) -> None:
         """Many chunks of one queue became resident at once, after a restart. `order`: coldest
-        first, each before its ancestors; `born`: when each was stored, ns; `parents` and
-        `ghosts` as for `insert`. Pre: none of them is in the policy. Without a faster way, they
+        first, each before its ancestors; `born`: when each was stored, ns; `parents` as for
+        `insert`; `ghost(chunk)` tells a chunk's digest. Pre: none of them is in the policy. Without a faster way, they
         are inserted one by one in the order of their birth, ancestors first among equals."""
         for n in sorted(range(len(order)), key=lambda n: (born[n], -n)):
             self.insert(
@@ -53,7 +53,7 @@ class Policy(ABC):
                 parent=parents[n],
                 queue=queue,
                 size=size,
-                ghost=ghosts[n],
+                ghost=ghost(order[n]),
                 now=born[n],
             )
 

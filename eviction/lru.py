@@ -8,7 +8,7 @@ Links stand in flat arrays (20 bytes a chunk); a use of one chunk costs a fixed 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class Lru(Policy):
         parents: Sequence[int],
         queue: int,
         size: int,
-        ghosts: Sequence[int],
+        ghost: Callable[[int], int],
     ) -> None:
         if not len(order):
             return

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.chunk import HeaderFlag, Kind, KVSpec, State, namespace_digest
+from kvd.chunk import ChunkHeader, HeaderFlag, Kind, KVSpec, State, namespace_digest
 from kvd.core import columns as col
-from kvd.core.actions import PatchRecord
+from kvd.core.actions import PatchRecord, WriteRecord
 from kvd.core.columns import NONE
 from kvd.core.config import SECOND_NS
 from kvd.core.jobs import Jobs, Pause, Work, spent
@@ -26,7 +26,8 @@ from kvd.core.spaces import Space
 from kvd.core.store import Store, ghost
 from kvd.core.writes import Writes
 
-_UNKNOWN = b""  # owner of slots whose record does not hold: any earlier session might write there
+_STRIDE = 8192
+_UNKNOWN = bytes(16)  # owner of slots whose record does not hold: any earlier session might write there
 
 Rows = NDArray[np.int64]
 
@@ -133,7 +134,7 @@ class Adoption:
         free = []
         for n in some.tolist():
             record, owner = int(where[n]), bytes(records["session"][n])
-            if owner in self._earlier:
+            if owner in self._earlier or (owner == _UNKNOWN and self._earlier):
                 if state[n] != State.CONDEMNED:
                     self._store.out.append(PatchRecord(record, state=State.CONDEMNED))
                 self._writes.adopt_condemned(owner, record, int(sizes[n]))
@@ -144,11 +145,17 @@ class Adoption:
 
     def _suspects(self, suspects: Sequence[int] | NDArray[Any], sizes: Rows) -> None:
         """Records that don't hold may have been anybody's."""
-        if not self._earlier:
-            return
+        store = self._store
         for record in np.asarray(suspects, np.int64).tolist():
-            size = int(sizes[record // self._store.config.records_per_slab])
-            if size and record not in self._taken:
+            size = int(sizes[record // store.config.records_per_slab])
+            if not size or record in self._taken:
+                continue
+            state = State.CONDEMNED if self._earlier else State.FREE
+            header = ChunkHeader(
+                state=state, generation=store.generation(), epoch=store.config.epoch
+            )
+            store.out.append(WriteRecord(record, header))
+            if self._earlier:
                 self._writes.adopt_condemned(_UNKNOWN, record, size)
                 self._taken[record] = DETACHED
 
@@ -169,8 +176,10 @@ class Adoption:
         mark = _word(records["namespace_digest"], ready) * np.uint64(0x9E3779B97F4A7C15)
         mark ^= _word(records["spec"], ready) + records["kind"][ready]
         found: list[tuple[Space, Rows]] = []
-        for value in np.unique(mark):
-            mine = ready[mark == value]
+        order = np.argsort(mark, kind="stable")
+        edges = np.flatnonzero(np.diff(mark[order], prepend=~mark[order[0]])).tolist()
+        for begin, end in zip(edges, [*edges[1:], len(order)], strict=True):
+            mine = ready[order[begin:end]]
             first = records[mine[0]]
             for name in ("namespace_digest", "spec", "kind"):
                 same = records[name][mine] == first[name]
@@ -213,6 +222,11 @@ class Adoption:
         mine, shard = mine[good], shard[good]
         if not len(mine):
             return np.zeros((0, 2), np.int64), mine
+        if space.shards > 1:
+            wanted = len(np.unique(_word(records["chunk"], mine))) * space.shards
+            if wanted > cells.left:
+                self._reject(where[mine], "geometry")
+                return np.zeros((0, 2), np.int64), mine[:0]
         # by first byte of the key, so that each part of the index is filled at once
         keys = records["chunk"][mine]
         order = np.argsort(_bytes(keys)[:, 0], kind="stable")
@@ -296,7 +310,7 @@ class Adoption:
     ) -> NDArray[np.bool_]:
         """Which records say of their chunk what its first record says; one for each shard."""
         keep = np.ones(len(mine), bool)
-        if space.shards > 1 or len(np.unique(row)) < len(row):
+        if int(row[-1]) - int(row[0]) + 1 < len(row):  # several records of one chunk
             for name in ("parent", "fingerprint"):
                 keep &= (_bytes(records[name][mine]) == _bytes(records[name][lead])).all(axis=1)
             for name in ("index", "tokens", "pos0"):
@@ -343,9 +357,14 @@ class Adoption:
         if not space.chained:
             return np.ones(len(mine), bool)
         parents = records["parent"][lead]
-        parent = np.array(space.get_many(parents.tobytes()), np.int64)
         rooted = (_bytes(parents) == 0).all(axis=1)
-        parent[rooted] = NONE
+        parent = np.full(count, NONE, np.int64)
+        # in the order of the index's parts, so that each stays in the processor's cache
+        some = np.flatnonzero(~rooted)
+        some = some[np.argsort(_bytes(parents[some])[:, 0], kind="stable")]
+        for begin in range(0, len(some), _STRIDE):
+            stride = some[begin : begin + _STRIDE]
+            parent[stride] = space.get_many(parents[stride].tobytes())
         index = chunks.np_index[rows].astype(np.int64)
         good = ~((parent == NONE) & ~rooted & (index == 0))
         for n in np.flatnonzero((parent == NONE) & ~rooted & good).tolist():
@@ -366,9 +385,8 @@ class Adoption:
         heads = np.ones(len(child), bool)
         heads[1:] = ~same
         chunks.np_child[above[heads]] = child[heads]
-        for hole in np.unique(above).tolist():
-            if hole >= base + count:
-                store.settle(hole)
+        for hole in range(base + count, chunks.used):
+            store.settle(hole)
         kept: NDArray[np.bool_] = good[row - base]
         return kept
 
@@ -398,34 +416,38 @@ class Adoption:
         space = store.spaces.of(chunks.space[int(rows[0])])
         queue = space.queues[1]
         store.residents[queue] += len(rows)
-        born = chunks.np_last[rows]
-        newest_first = rows[np.lexsort((-chunks.np_index[rows].astype(np.int64), -born))]
-        parent, seen = chunks.parent, bytearray(chunks.used)
-        order: list[int] = []  # most recent first
-        for row in newest_first.tolist():
-            path = []
-            while row != NONE and not seen[row]:
-                seen[row] = 1
-                path.append(row)
-                row = parent[row]
-            path.reverse()
-            order += path
-        order.reverse()
-        coldest_first = np.array(order, np.int64)
-        if len(order) > len(rows):  # holes were on the way
-            coldest_first = coldest_first[chunks.np_ready[coldest_first] > 0]
+        order = self._coldest_first(rows)
+        born = chunks.np_last[order].tolist()
+        parents = chunks.np_parent[order].tolist()
         keys = chunks.keys
-        ghosts = [ghost(keys[row]) for row in coldest_first.tolist()]
         store.guard(
             lambda: store.policy.load(
-                coldest_first.tolist(),
-                chunks.np_last[coldest_first].tolist(),
-                parents=chunks.np_parent[coldest_first].tolist(),
+                order.tolist(),
+                born,
+                parents=parents,
                 queue=queue,
                 size=space.chunk_slot_bytes,
-                ghosts=ghosts,
+                ghost=lambda row: ghost(keys[row]),
             )
         )
+
+    def _coldest_first(self, rows: Rows) -> Rows:
+        """Rows by the youngest chunk in the subtree of each, deeper ones first: no chunk stands
+        before its own descendants."""
+        chunks = self._store.chunks
+        used = chunks.used
+        depth = chunks.np_index[:used].astype(np.int64)
+        depth[chunks.np_space[:used] != chunks.np_space[rows[0]]] = -1
+        youngest = chunks.np_last[:used].copy()
+        parent = chunks.np_parent[:used]
+        levels = np.argsort(-depth, kind="stable")
+        edges = np.flatnonzero(np.diff(depth[levels], prepend=np.int64(-2))).tolist()
+        for begin, end in zip(edges, [*edges[1:], used], strict=True):
+            level = levels[begin:end]
+            level = level[parent[level] != NONE]
+            np.maximum.at(youngest, parent[level], youngest[level])
+        order: Rows = rows[np.lexsort((-depth[rows], youngest[rows]))]
+        return order
 
 
 def _word(column: NDArray[Any], rows: Rows) -> NDArray[np.uint64]:
@@ -436,7 +458,7 @@ def _word(column: NDArray[Any], rows: Rows) -> NDArray[np.uint64]:
 def _bytes(column: NDArray[Any]) -> NDArray[np.uint8]:
     """A column of n-byte values as [rows, n]."""
     packed = np.ascontiguousarray(column)
-    return packed.view(np.uint8).reshape(len(packed), -1)
+    return packed.view(np.uint8).reshape(len(packed), packed.dtype.itemsize)
 
 
 def _round(nbytes: NDArray[Any]) -> NDArray[Any]:

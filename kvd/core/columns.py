@@ -119,6 +119,11 @@ class Cells:
             owner[cell] = chunk
         return first
 
+    @property
+    def left(self) -> int:
+        """Cells that were never used."""
+        return self.rows - self._used
+
     def take_rows(self, count: int) -> int:
         """The first of `count` cells that were never used, or NONE. For adoption."""
         first = self._used

@@ -22,13 +22,14 @@ from kvd.core.evictions import Evictions
 from kvd.core.jobs import Jobs, Work
 from kvd.core.leases import Lease, Leases
 from kvd.core.listing import Listing
+from kvd.core.reserves import Request, Reserves
 from kvd.core.sealing import Seals
 from kvd.core.sessions import Session
 from kvd.core.spaces import Space
 from kvd.core.stats import stat
 from kvd.core.store import TOUCH_SLICE, Store
 from kvd.core.transfers import Transfer, Transfers, Waiter
-from kvd.core.writes import Request, Write, Writes, unpack_items
+from kvd.core.writes import Write, Writes
 from kvd.errors import (
     AuthError,
     BadKey,
@@ -54,7 +55,8 @@ class Core:
         self._store = Store(config, policy())
         self._jobs = Jobs(self._store)
         self._evictions = Evictions(self._store, self._jobs)
-        self._writes = Writes(self._store, self._evictions, self._jobs)
+        self._writes = Writes(self._store)
+        self._reserves = Reserves(self._store, self._writes, self._evictions)
         self._leases = Leases(self._store)
         self._transfers = Transfers(self._store)
         self._leases.ended = self._transfers.lease_ended
@@ -246,7 +248,8 @@ class Core:
 
         def job() -> Work[None]:
             result = yield from work
-            self._reply(event, result)
+            if self._store.sessions.get(event.session) is not None:
+                self._reply(event, result)
 
         self._jobs.start(job())
 
@@ -307,7 +310,7 @@ class Core:
             event.flags,
             event.ttl,
         )
-        self._start(event, self._writes.reserve(session, ask))
+        self._start(event, self._reserves.reserve(session, ask))
 
     def _request(
         self,
@@ -357,7 +360,7 @@ class Core:
             raise UnknownHandle(f"write {event.write} is not an unfinished one of this session")
         if event.items is None:
             return write, write.granted()
-        return write, unpack_items(event.items, len(write.items))
+        return write, _items(event.items, len(write.items))
 
     def _commit(self, event: ev.Commit) -> None:
         write, items = self._write(event)
@@ -435,7 +438,7 @@ class Core:
     def _and_reserve(
         self, session: Session, ask: Request, result: ac.LookupResult
     ) -> Work[ac.LookupResult]:
-        reserved = yield from self._writes.reserve(session, ask)
+        reserved = yield from self._reserves.reserve(session, ask)
         return result._replace(reserved=reserved)
 
     def _lease(self, event: ev.Load | ev.Renew | ev.Release) -> Lease:
@@ -446,7 +449,7 @@ class Core:
 
     def _load(self, event: ev.Load) -> None:
         lease = self._lease(event)
-        items = None if event.items is None else unpack_items(event.items, len(lease.rows))
+        items = None if event.items is None else _items(event.items, len(lease.rows))
         count = len(lease.rows) if items is None else len(items)
         shards = self._shards(lease.space, event.shards or lease.shards, count)
         self._reply(event, self._transfers.load(lease, items, shards))
@@ -514,3 +517,13 @@ class Core:
             )
         self._store.spaces.register(event.spec)
         self._reply(event, ac.SpecResult(event.spec.digest))
+
+
+def _items(items: bytes, limit: int) -> list[int]:
+    """Packed u32 numbers below `limit`. BadKey otherwise."""
+    if len(items) % 4:
+        raise BadKey(f"items: {len(items)} bytes are no whole number of u32")
+    numbers: list[int] = np.frombuffer(items, "<u4").tolist()
+    if numbers and max(numbers) >= limit:
+        raise BadKey(f"item {max(numbers)} is out of range: there are {limit}")
+    return numbers

@@ -436,11 +436,12 @@ class Visit:
         return self._all()
 
     def _named(self) -> Iterator[int]:
-        pairs = len(self._selector.keys) * len(self._spaces)
+        keys = list(dict.fromkeys(self._selector.keys))
+        pairs = len(keys) * len(self._spaces)
         while self._at < pairs:
             n, s = divmod(self._at, len(self._spaces))
             self._at += 1
-            row = self._spaces[s].get(self._selector.keys[n])
+            row = self._spaces[s].get(keys[n])
             if row != NONE and self._listing.matches(row, self._selector):
                 self._ended = self._at >= pairs
                 yield row

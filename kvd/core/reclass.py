@@ -22,7 +22,7 @@ from kvd.core.store import Store
 
 _SLABS = 32  # looked at for one decision
 _SAMPLE = 16  # slots looked at in each
-_DEPTH = 128  # candidates looked at to see how cold a class is
+_DEPTH = 512  # candidates looked at to see how cold a class is
 _TRIES = 4
 
 
@@ -141,18 +141,21 @@ class Reclass:
                 limit = reach[other]
                 if own is not None and (limit is None or limit >= own):
                     continue
-                cost = self._cost(slab, self._coldness(other) or 0.0)
-                if cost is not None and (best is None or cost < best[0]):
-                    best = (cost, slab, float("inf") if limit is None else limit)
+                found = self._cost(slab, self._coldness(other) or 0.0)
+                if found is None or (best is not None and found[0] >= best[0]):
+                    continue
+                if limit is None or slabs.taken[slab] > _DEPTH:
+                    limit = max(limit or found[1], found[1])
+                best = (found[0], slab, limit)
             self._hand = (self._hand + 1) % max(slabs.open, 1)
             return None if best is None else best[1:]
         except Exception:  # noqa: BLE001 - a policy that raises: counted, no slab changes
             store.counters.own["policy_errors", ""] += 1
             return None
 
-    def _cost(self, slab: int, cold: float) -> float | None:
-        """Sum of value of a slab's chunks above its class's coldest, from a sample; None if
-        something in it can't leave."""
+    def _cost(self, slab: int, cold: float) -> tuple[float, float] | None:
+        """Sum of value of a slab's chunks above its class's coldest, and their mean value, from a
+        sample; None if something in it can't leave."""
         store = self._store
         owner = store.slabs.owner[slab]
         assert owner is not None
@@ -167,9 +170,10 @@ class Reclass:
             return None
         sample = rows[:: max(1, len(rows) // _SAMPLE)]
         if not len(sample):
-            return 0.0
-        total = sum(max(0.0, store.policy.value(int(r), store.now) - cold) for r in sample)
-        return (total / len(sample) + 1e-9) * len(rows)
+            return 0.0, cold
+        values = [store.policy.value(row, store.now) for row in sample.tolist()]
+        above = sum(max(0.0, value - cold) for value in values) / len(values)
+        return (above + 1e-9) * len(rows), sum(values) / len(values)
 
     # -- emptying -------------------------------------------------------------------------------
 

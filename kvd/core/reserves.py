@@ -1,0 +1,304 @@
+"""Reserving: which keys get slots, and which identity a key must have.
+
+The law of this module: a key that is known has one identity. A request that names it with another
+fingerprint, parent, place or shape is refused, and what is there stays as it is. A grant is a
+leading run: for lack of room it ends, and nothing behind it is granted. A chunk gets all the slots
+that were asked for it, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvd.chunk import NO_PARENT, HeaderFlag, Outcome, SlotRef, pack_refs
+from kvd.core import columns as col
+from kvd.core.actions import ReserveResult
+from kvd.core.columns import NONE
+from kvd.core.config import SECOND_NS
+from kvd.core.evictions import Evictions
+from kvd.core.jobs import Pause, Work, spent
+from kvd.core.sessions import Session
+from kvd.core.spaces import Space
+from kvd.core.store import Store
+from kvd.core.writes import Write, Writes
+
+_LABELS = {
+    Outcome.GRANTED: "granted",
+    Outcome.EXISTS: "exists",
+    Outcome.BUSY: "busy",
+    Outcome.NO_SPACE: "no_space",
+    Outcome.TOO_LARGE: "too_large",
+    Outcome.OVER_QUOTA: "over_quota",
+    Outcome.MISMATCH: "mismatch",
+    Outcome.DRAINING: "draining",
+    Outcome.DEADLINE: "deadline",
+}
+_ENDS = (Outcome.NO_SPACE, Outcome.OVER_QUOTA, Outcome.DEADLINE)
+_OTHER = -2  # the key is known under another identity
+
+
+class Request:
+    """A reserve, unpacked: `keys` 32-byte hashes, all other columns by key."""
+
+    def __init__(
+        self,
+        space: Space,
+        shards: Sequence[int],
+        hashes: bytes,
+        parent: bytes,
+        index0: int,
+        fingerprints: bytes,
+        tokens: Sequence[int] | None,
+        pos0: Sequence[int] | None,
+        flags: int,
+        ttl: int,
+    ) -> None:
+        self.space = space
+        self.shards = shards
+        self.keys = [hashes[at : at + 32] for at in range(0, len(hashes), 32)]
+        self.parent = parent
+        self.index0 = index0
+        self.fingerprints = fingerprints
+        self.tokens = tokens
+        self.pos0 = pos0
+        self.flags = flags & ~HeaderFlag.SEALED
+        self.ttl = ttl
+
+
+class Reserves:
+    """Grants slots."""
+
+    def __init__(self, store: Store, writes: Writes, evictions: Evictions) -> None:
+        self._store = store
+        self._writes = writes
+        self._evictions = evictions
+
+    def reserve(self, session: Session, ask: Request) -> Work[ReserveResult]:
+        """Grant a leading run, evicting for it where that is legal."""
+        store, space = self._store, ask.space
+        counts = store.counters.tenant(space.namespace)
+        width = len(ask.shards)
+        outcomes = bytearray()
+        refs: list[SlotRef] = []
+        deadline = store.now + ask.ttl
+        write = Write(store.handle(), session, space, deadline)
+        ended = self._refusal(space, ask)
+        pinned: list[int] = []
+        parent = self._parent(ask, pinned) if ended is None else NONE
+        for i, key in enumerate(ask.keys):
+            if ended is None and parent is None:
+                ended = Outcome.NO_SPACE
+            if ended is not None:
+                outcomes += bytes([ended]) * width
+                write.items += [None] * width
+                continue
+            assert parent is not None
+            row = self._row(ask, i, key, parent)
+            if row == NONE:
+                ended = Outcome.NO_SPACE
+                outcomes += bytes([ended]) * width
+                write.items += [None] * width
+                continue
+            if row < 0:
+                outcomes += bytes([Outcome.MISMATCH]) * width
+                write.items += [None] * width
+                counts["key_mismatches", "reserve"] += 1
+                parent = self._known(space, key, parent)
+                continue
+            store.pin(row)
+            pinned.append(row)
+            results = yield from self._shards(write, ask, row, refs)
+            outcomes += results
+            for end in _ENDS:
+                if end in results:
+                    ended = end
+            if space.chained:
+                parent = row
+            if session.closed:
+                break
+            if spent(store):
+                yield Pause.SLICE
+        for row in pinned:
+            store.unpin(row)
+        for value, label in _LABELS.items():
+            counts["shards_reserved", label] += outcomes.count(value)
+        if not write.open or session.closed:
+            self._writes.drop_if_done(write)
+            if not write.open:
+                return ReserveResult(0, bytes(outcomes), b"", 0)
+        return ReserveResult(write.number, bytes(outcomes), pack_refs(refs), deadline)
+
+    def _refusal(self, space: Space, ask: Request) -> Outcome | None:
+        """Why nothing of this request can be granted."""
+        if self._store.draining:
+            return Outcome.DRAINING
+        if any(space.slot_sizes[s] > self._store.config.slab_size for s in ask.shards):
+            return Outcome.TOO_LARGE
+        return None
+
+    def _parent(self, ask: Request, pinned: list[int]) -> int | None:
+        """The row of the chunk before the first: NONE at a root, a hole if it is absent; None if
+        there is no row left for one."""
+        store, space = self._store, ask.space
+        if ask.parent == NO_PARENT:
+            return NONE
+        row = space.get(ask.parent)
+        if row == NONE:
+            row = store.add_chunk(space, ask.parent, NONE, ask.index0 - 1)
+            if row == NONE:
+                return None
+        store.pin(row)
+        pinned.append(row)
+        return row
+
+    def _known(self, space: Space, key: bytes, parent: int) -> int:
+        """The parent of what follows a refused key: whatever the key's name stands for; if
+        nothing, then what follows does not fit its parent's index either."""
+        row = space.get(key) if space.chained else NONE
+        return parent if row == NONE else row
+
+    def _row(self, ask: Request, i: int, key: bytes, parent: int) -> int:
+        """The row of a key: an old one if all of its identity is the same, a hole that is filled,
+        or a new one. NONE: no row left. _OTHER: another identity."""
+        store, space = self._store, ask.space
+        chunks = store.chunks
+        index = ask.index0 + i
+        if not space.chained:
+            return self._content_row(ask, i, key, index)
+        if parent != NONE and chunks.index[parent] + 1 != index:
+            return _OTHER
+        row = space.get(key)
+        if row == NONE:
+            row = store.add_chunk(space, key, parent, index)
+            if row == NONE:
+                return NONE
+            self._describe(ask, i, row)
+            return row
+        if row == parent or chunks.index[row] != index:
+            return _OTHER
+        if store.is_empty(row):
+            known = chunks.parent[row]
+            if known == NONE and parent != NONE:
+                store.link(row, parent)
+            elif known != parent:
+                return _OTHER
+            self._describe(ask, i, row)
+            return row
+        return row if self._same(ask, i, row, parent) else _OTHER
+
+    def _content_row(self, ask: Request, i: int, key: bytes, index: int) -> int:
+        """As `_row`: a content chunk is the same wherever it stood."""
+        store = self._store
+        row = ask.space.get(key)
+        if row == NONE:
+            row = store.add_chunk(ask.space, key, NONE, index)
+        elif not store.is_empty(row):
+            return row if self._same_content(ask, i, row) else _OTHER
+        if row != NONE:
+            store.chunks.index[row] = index
+            self._describe(ask, i, row)
+        return row
+
+    def _describe(self, ask: Request, i: int, row: int) -> None:
+        store, chunks = self._store, self._store.chunks
+        chunks.print[16 * row : 16 * row + 16] = ask.fingerprints[16 * i : 16 * i + 16]
+        chunks.tokens[row] = ask.tokens[i] if ask.tokens else ask.space.spec.chunk_tokens
+        chunks.flags[row] = ask.flags
+        chunks.born[row] = max(store.unix_ns(), 0) // SECOND_NS
+        chunks.last[row] = store.now
+        chunks.hits[row] = 0
+        if ask.pos0 is not None:
+            pos0 = ask.pos0[i]
+            if pos0 != chunks.index[row] * ask.space.spec.chunk_tokens:
+                chunks.odd_pos0[row] = pos0
+            else:
+                chunks.odd_pos0.pop(row, None)
+        else:
+            chunks.odd_pos0.pop(row, None)
+
+    def _same_content(self, ask: Request, i: int, row: int) -> bool:
+        """Whether second fingerprint and shape are what the request says."""
+        chunks = self._store.chunks
+        tokens = ask.tokens[i] if ask.tokens else ask.space.spec.chunk_tokens
+        return (
+            chunks.print[16 * row : 16 * row + 16] == ask.fingerprints[16 * i : 16 * i + 16]
+            and chunks.tokens[row] == tokens
+            and chunks.flags[row] == ask.flags
+        )
+
+    def _same(self, ask: Request, i: int, row: int, parent: int) -> bool:
+        """Whether parent and position are, too."""
+        chunks = self._store.chunks
+        usual = chunks.index[row] * ask.space.spec.chunk_tokens
+        return (
+            self._same_content(ask, i, row)
+            and chunks.parent[row] == parent
+            and chunks.odd_pos0.get(row, usual) == (ask.pos0[i] if ask.pos0 else usual)
+        )
+
+    def _shards(self, write: Write, ask: Request, row: int, refs: list[SlotRef]) -> Work[bytes]:
+        """One outcome for each shard asked of one chunk: all that can be granted are, or none."""
+        places = len(write.items)
+        write.items += [None] * len(ask.shards)
+        results = bytearray()
+        granted: list[SlotRef] = []
+        ended: Outcome | None = None
+        for n, shard in enumerate(ask.shards):
+            outcome = self._state(row, shard)
+            if outcome is Outcome.GRANTED and ended is None:
+                got = yield from self._slot(write, row, shard)
+                if isinstance(got, Outcome):
+                    outcome = got
+                    if got in _ENDS:
+                        ended = got
+                else:
+                    item = self._writes.grant(write, places + n, row, shard, got)
+                    if item is None:
+                        outcome = ended = Outcome.NO_SPACE
+                    else:
+                        granted.append(item.ref)
+            elif outcome is Outcome.GRANTED:
+                outcome = ended or outcome
+            results.append(outcome)
+        if ended is None:
+            refs += granted
+            return bytes(results)
+        for n in range(len(ask.shards)):
+            self._writes.take_back(write, places + n)
+        return bytes(ended if r == Outcome.GRANTED else r for r in results)
+
+    def _slot(self, write: Write, row: int, shard: int) -> Work[int | Outcome]:
+        """A slot for a shard as a record number, or why there is none. Others may come first
+        while it waits for room."""
+        store, session = self._store, write.session
+        size = write.space.slot_sizes[shard]
+        if store.now >= write.deadline:
+            return Outcome.DEADLINE
+        if session.write_bytes + size > store.config.write_cap:
+            return Outcome.OVER_QUOTA
+        record = yield from self._evictions.slot(size)
+        if record < 0:
+            return Outcome.NO_SPACE
+        outcome = self._state(row, shard)
+        if session.closed:
+            outcome = Outcome.NO_SPACE
+        elif store.now >= write.deadline:
+            outcome = Outcome.DEADLINE
+        elif session.write_bytes + size > store.config.write_cap:
+            outcome = Outcome.OVER_QUOTA
+        if outcome is Outcome.GRANTED:
+            return record
+        store.slabs.give(record)
+        return outcome
+
+    def _state(self, row: int, shard: int) -> Outcome:
+        store = self._store
+        cell = store.chunks.cell[row]
+        state = col.ABSENT if cell == NONE else store.cells.state[cell + shard]
+        if state == col.READY:
+            return Outcome.EXISTS
+        if state == col.WRITING:
+            return Outcome.BUSY
+        if state == col.BAD and store.chunks.leases[row]:
+            return Outcome.BUSY  # somebody may still be reading what is to be replaced
+        return Outcome.GRANTED
