@@ -8,11 +8,11 @@ kvd.client.waiters, and none of it blocks.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 import zmq
@@ -30,6 +30,7 @@ from kvd.wire.messages import Reply, Request, decode_error, decode_reply
 HANDLE_REQUESTS = (m.Commit, m.Abort, m.Load, m.Wait, m.Cancel, m.Renew, m.Release)
 
 _GIVE_BACK_S = 5.0
+_COMPACT = 1024  # calls that are done may stay in the heap of deadlines
 _ERROR = int(FrameFlag.ERROR)
 _RELINK_CODES = (ErrorCode.UNKNOWN_SESSION, ErrorCode.STALE_EPOCH)
 _RESEND_NS = int(RESEND_S * 1e9)
@@ -58,7 +59,9 @@ class Channel(Waiters):
         # Timers: nothing is due before these.
         self._connect_ns = 0
         self._backoff_s = BACKOFF_S[0]
-        self._expiry_ns = NEVER_NS
+        self._deadlines: list[tuple[int, int, Call]] = []  # a heap; calls that are done leave late
+        self._numbered = 0
+        self._live = 0  # how many were live when the heap was compacted last
         self._resend_ns = NEVER_NS
         self._why = "not connected yet"
 
@@ -85,9 +88,7 @@ class Channel(Waiters):
             if tracked:
                 self._has_finished()  # drops what was collected
             self._queue.append(call)
-            if deadline_ns < self._expiry_ns:
-                self._expiry_ns = deadline_ns
-                self._nudge()
+            self._limit(call)
             self._pump(time.monotonic_ns())
         return call
 
@@ -168,7 +169,9 @@ class Channel(Waiters):
     # -- below, the lock is held -------------------------------------------------------------
 
     def _due_ns(self) -> int:
-        due = min(self._expiry_ns, self._resend_ns)
+        due = self._resend_ns
+        if self._deadlines:
+            due = min(due, self._deadlines[0][0])
         link = self._link
         if self._queue and link is None:
             return min(due, self._connect_ns)
@@ -188,7 +191,7 @@ class Channel(Waiters):
             self._drain(link)
         elif link is not None:
             self._attach_event()
-        if now >= self._expiry_ns:
+        if self._deadlines and now >= self._deadlines[0][0]:
             self._expire(now)
         if now >= self._resend_ns:
             self._resend(now)
@@ -196,6 +199,10 @@ class Channel(Waiters):
             self._flush(now)
 
     def _flush(self, now: int) -> None:
+        while self._queue and self._queue[0].done:  # given up while they waited here
+            self._queue.popleft()
+        if not self._queue:
+            return
         if self._link is None:
             if now < self._connect_ns:
                 return
@@ -214,6 +221,9 @@ class Channel(Waiters):
         sent = False
         while self._queue and link.room:
             call = self._queue[0]
+            if call.done:  # given up while it waited here
+                self._queue.popleft()
+                continue
             if call.serial is not None and call.serial != link.serial:
                 self._queue.popleft()
                 self._finish(call, _stale())
@@ -359,7 +369,7 @@ class Channel(Waiters):
             self._queue.appendleft(call)
         else:
             self._queue.append(call)
-        self._expiry_ns = min(self._expiry_ns, deadline_ns)
+        self._limit(call)
 
     def _answer(self, link: Link, frame: Frame, payload: list[bytes]) -> None:
         call = link.pending.pop(frame.request, None)
@@ -425,30 +435,36 @@ class Channel(Waiters):
         if link is not None and link.pending.get(call.request) is call:
             del link.pending[call.request]
             link.abandoned[call.request] = call.message
-        else:
-            with contextlib.suppress(ValueError):
-                self._queue.remove(call)
         self._finish(call, error)
 
+    def _limit(self, call: Call) -> None:
+        """See to it that `call` ends at its deadline."""
+        heap = self._deadlines
+        if len(heap) > 2 * self._live + _COMPACT:
+            heap[:] = [entry for entry in heap if not entry[2].done]
+            heapify(heap)
+            self._live = len(heap)
+        self._numbered += 1
+        heappush(heap, (call.deadline_ns, self._numbered, call))
+        if heap[0][2] is call:
+            self._nudge()  # the leader's sleep may be longer than that
+
     def _expire(self, now: int) -> None:
-        link = self._link
-        sent = list(link.pending.values()) if link is not None else []
-        nearest = NEVER_NS
-        for call in sent + list(self._queue):
-            if call.deadline_ns > now:
-                nearest = min(nearest, call.deadline_ns)
-                continue
-            where = self.settings.where
-            if call.request:
-                text = f"no answer from the daemon at {where} within the call's deadline"
-            elif link is not None and link.phase is Phase.READY:
-                text = f"{len(sent)} requests to {where} are in flight, none was answered in time"
-            elif link is not None:
-                text = f"the daemon at {where} did not let us in within the call's deadline"
-            else:
-                text = f"not connected to {where} within the call's deadline: {self._why}"
-            self._drop(call, Unavailable(text))
-        self._expiry_ns = nearest
+        heap = self._deadlines
+        while heap and (heap[0][0] <= now or heap[0][2].done):
+            call = heappop(heap)[2]
+            if not call.done:
+                self._drop(call, Unavailable(self._why_not(call)))
+
+    def _why_not(self, call: Call) -> str:
+        link, where = self._link, self.settings.where
+        if call.request:
+            return f"no answer from the daemon at {where} within the call's deadline"
+        if link is None:
+            return f"not connected to {where} within the call's deadline: {self._why}"
+        if link.phase is not Phase.READY:
+            return f"the daemon at {where} did not let us in within the call's deadline"
+        return f"{len(link.pending)} requests to {where} are in flight, none was answered in time"
 
     def _resend(self, now: int) -> None:
         """Ask again for answers that are overdue: a request id is carried out once."""

@@ -241,6 +241,9 @@ class Link:
             dealer.setsockopt(zmq.RECONNECT_IVL, 20)
             dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
             dealer.setsockopt(zmq.MAXMSGSIZE, DEFAULT_LIMITS.inline + MIB)
+            if self.settings.endpoint is not None:  # a peer that is gone without a word
+                dealer.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+                dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
             if self.settings.curve is not None:
                 dealer.curve_serverkey = self.settings.curve.server_key
                 dealer.curve_publickey = self.settings.curve.public_key
