@@ -16,11 +16,12 @@ from typing import Any
 
 from kvd.chunk import Kind
 from kvd.client import Client, SpecHandle
+from kvd.tools.bench import machine
 from kvd.tools.bench.daemon import BenchError, Daemon
 from kvd.tools.bench.data import _all_ok
 from kvd.tools.bench.echo import Echo
 from kvd.tools.bench.keys import Chain, chain, spec
-from kvd.tools.bench.measure import median, percentile, quiet_collector
+from kvd.tools.bench.measure import Weather, median, percentile, quiet_collector
 from kvd.wire import messages
 from kvd.wire.messages import Selector
 
@@ -36,6 +37,7 @@ _BLOCK = 50  # lookups between two blocks of bare round trips
 def run_control(socket: str | None, *, quick: bool = False) -> dict[str, Any]:
     """Percentiles in milliseconds, rates a second."""
     blocks = 4 if quick else 40
+    patience = 0 if quick else 2 * blocks  # disturbed blocks that are measured again
     requests = 2_000 if quick else 20_000
     rounds = 2 if quick else 5
     with Daemon(socket, "--arena-size", "256MiB") as daemon:
@@ -46,8 +48,9 @@ def run_control(socket: str | None, *, quick: bool = False) -> dict[str, Any]:
         ):
             handle = client.register(spec("control", _CHUNK_BYTES))
             chains = [_stored(client, handle) for _ in range(_CHAINS)]
+            weather = Weather(lambda: daemon.cpu_s() + echo.cpu_s() + time.process_time())
             with quiet_collector():
-                lookups, bare = _latencies(client, handle, chains, echo, blocks)
+                lookups, bare = _latencies(client, handle, chains, echo, weather, blocks, patience)
                 ours, echoed = [], []
                 for _ in range(rounds):
                     echoed.append(echo.pipelined(bytes(_ECHO_BYTES), requests, _WINDOW))
@@ -74,7 +77,13 @@ def _stored(client: Client, handle: SpecHandle) -> Chain:
 
 
 def _latencies(
-    client: Client, handle: SpecHandle, chains: list[Chain], echo: Echo, blocks: int
+    client: Client,
+    handle: SpecHandle,
+    chains: list[Chain],
+    echo: Echo,
+    weather: Weather,
+    blocks: int,
+    patience: int,
 ) -> tuple[list[dict[str, Any]], list[float]]:
     bare: list[float] = []
     seconds: dict[tuple[int, bool], list[float]] = {
@@ -82,16 +91,27 @@ def _latencies(
     }
     known = cycle(chains)
     message = bytes(_ECHO_BYTES)
-    for block in range(-1, blocks):
-        for (count, hit), spent in seconds.items():
-            times = [
+    done, windy = -1, 0  # the first block warms up
+    while done < blocks:
+        weather.begin()
+        times: dict[tuple[int, bool], list[float]] = {}
+        trips: list[float] = []
+        for count, hit in seconds:
+            times[count, hit] = [
                 _lookup(client, handle, (next(known) if hit else chain(count)), count, hit)
                 for _ in range(_BLOCK)
             ]
-            trips = [echo.round_trip(message) for _ in range(_BLOCK)]
-            if block >= 0:  # the first block warms up
-                spent += times
-                bare += trips
+            trips += [echo.round_trip(message) for _ in range(_BLOCK)]
+        if done >= 0 and not weather.calm() and windy < patience:
+            windy += 1
+            continue
+        if done >= 0:
+            for case, spent in seconds.items():
+                spent += times[case]
+            bare += trips
+        done += 1
+    if windy and windy == patience:
+        machine.busy(f"{windy} of {windy + blocks} blocks of lookups")
     rows = [
         {
             "keys": count,

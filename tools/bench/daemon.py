@@ -21,10 +21,10 @@ from types import TracebackType
 
 from kvd.client import Client
 from kvd.errors import KvdError
+from kvd.tools.bench.measure import process_cpu_s
 from kvd.wire.paths import attach_path, short_address
 
 _START_S = 30.0
-_TICK = os.sysconf("SC_CLK_TCK")
 
 
 class BenchError(Exception):
@@ -78,10 +78,8 @@ class Daemon:
         return self._directory is not None
 
     def cpu_s(self) -> float:
-        """User and system seconds of the daemon's process so far, from /proc (10 ms steps)."""
-        text = Path(f"/proc/{self.pid}/stat").read_text()
-        fields = text.rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICK
+        """User and system seconds of the daemon's process so far."""
+        return process_cpu_s(self.pid)
 
     def close(self) -> None:
         """End the daemon that was started here and remove what it leaves."""

@@ -13,6 +13,8 @@ from types import TracebackType
 
 import zmq
 
+from kvd.tools.bench.measure import process_cpu_s
+
 
 class Echo:
     """The echo process and a DEALER that is connected to it."""
@@ -48,6 +50,10 @@ class Echo:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def cpu_s(self) -> float:
+        """Seconds of CPU of the echo's process so far."""
+        return process_cpu_s(self._process.pid)
 
     def round_trip(self, message: bytes) -> float:
         """Seconds of one message there and back."""

@@ -38,6 +38,11 @@ def say(stream: TextIO | None = None) -> None:
         print(f"{name:<{width}}  {value}", file=stream or sys.stderr)
 
 
+def busy(what: str) -> None:
+    """Say that other processes had the machine: the figures are of both."""
+    print(f"busy machine: other processes took part in {what}", file=sys.stderr)
+
+
 def _cpu_model() -> str:
     for line in _lines("/proc/cpuinfo"):
         name, _, value = line.partition(":")

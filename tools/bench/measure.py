@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 GB = 1e9
 MIB = 1 << 20
 Bytes = NDArray[np.uint8]
+_TICK = os.sysconf("SC_CLK_TCK")
 
 
 class Sample(NamedTuple):
@@ -53,6 +54,45 @@ def quiet_collector() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+class Weather:
+    """Whether other processes had the machine while something was measured.
+
+    A round of which others took more than `share` of one core says as much about them as about
+    kvd; it is measured again. The judgement looks at them only, never at the figures.
+    """
+
+    def __init__(self, own_cpu_s: Callable[[], float], share: float = 0.1) -> None:
+        """`own_cpu_s`: seconds of CPU so far of all processes that take part."""
+        self._own_cpu_s = own_cpu_s
+        self._share = share
+        self.begin()
+
+    def begin(self) -> None:
+        self._busy, self._own = _busy_s(), self._own_cpu_s()
+        self._wall = time.perf_counter()
+
+    def calm(self) -> bool:
+        """Since `begin`. A tick of 10 ms either way is forgiven."""
+        others = (_busy_s() - self._busy) - (self._own_cpu_s() - self._own)
+        return others <= self._share * (time.perf_counter() - self._wall) + 2 / _TICK
+
+
+def process_cpu_s(pid: int) -> float:
+    """User and system seconds of a process so far, from /proc (10 ms steps)."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICK
+
+
+def _busy_s() -> float:
+    """Seconds of CPU that all processes of this machine took, and that others stole from it."""
+    with open("/proc/stat") as file:
+        user, nice, system, _idle, _wait, irq, softirq, steal = map(
+            int, file.readline().split()[1:9]
+        )
+    return (user + nice + system + irq + softirq + steal) / _TICK
 
 
 def median(values: Sequence[float]) -> float:

@@ -1,67 +1,11 @@
-"""kvd-bench runs, and its JSON has the documented shape. Its figures are for quiet machines."""
+"""kvd-bench control and index run, and their JSON has the documented shape."""
 
 from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.daemon import DaemonProcess
-
-
-def bench(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvd.tools.bench", *words],
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-
-
-def told(*words: str) -> dict[str, Any]:
-    done = bench(*words, "--json")
-    assert done.returncode == 0, done.stderr
-    assert "cpu" in done.stderr and "kernel" in done.stderr  # the machine's facts
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
-
-
-def left_behind() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if "-bench-" in name} | {
-        path.name for path in Path("/tmp").glob("kvd-bench-*")
-    }
-
-
-def test_data_measures_every_case_beside_its_limit() -> None:
-    before = left_behind()
-    result = told("data", "--quick", "--rounds", "1")
-    assert set(result) == {"cases", "daemon_cpu_pct_at_1gbps", "daemon_cpu_pct_sealing"}
-    assert result["daemon_cpu_pct_at_1gbps"] >= 0
-    assert result["daemon_cpu_pct_sealing"] >= 0
-    seen = set()
-    for case in result["cases"]:
-        assert set(case) == {
-            "chunk_bytes", "chunks", "layout", "mode", "limit_gbps", "store_gbps", "load_gbps",
-            "store_ratio", "load_ratio", "cpu_s_per_gb",
-        }  # fmt: skip
-        assert all(
-            case[name] > 0
-            for name in ("limit_gbps", "store_gbps", "load_gbps", "store_ratio", "load_ratio",
-                         "cpu_s_per_gb")
-        )  # fmt: skip
-        seen.add((case["chunk_bytes"], case["chunks"], case["layout"], case["mode"]))
-    assert seen == {
-        (size, count, layout, mode)
-        for size, count in ((2 << 20, 16), (32 << 20, 4))
-        for layout, mode in (
-            ("contiguous", "streamed"), ("contiguous", "awaited"), ("contiguous", "verified"),
-            ("paged", "streamed"),
-        )
-    }  # fmt: skip
-    assert left_behind() == before
+from tests.tools.bench import bench, left_behind, told
 
 
 def test_control_measures_lookups_beside_bare_zmq() -> None:
@@ -97,7 +41,7 @@ def test_a_running_daemon_can_be_measured_and_is_left_as_it_was() -> None:
         assert daemon.poll() is None
 
 
-def test_the_table_names_what_the_json_has(tmp_path: Path) -> None:
+def test_the_table_names_what_the_json_has() -> None:
     done = bench("control", "--quick")
     assert done.returncode == 0, done.stderr
     for word in ("lookups", "512", "bare ZMQ", "single-key lookups"):
