@@ -42,8 +42,8 @@ ARROWS: dict[str, set[str]] = {
     # The bench measures the core and the arena in its own process, with no daemon between; the demo
     # is an application of a connector.
     "tools": {
-        "client", "wire", "chunk", "blend", "core", "eviction", "arena", "telemetry", "connectors",
-    },  # fmt: skip
+        "connectors", "client", "wire", "chunk", "blend", "core", "eviction", "arena", "telemetry"
+    },
 }
 
 # All that the pure rooms may import besides kvd: no sockets, files, threads, clocks, no chance.
@@ -56,10 +56,12 @@ PURE_IMPORTS = {
     "collections",
     "contextlib",
     "dataclasses",
+    "difflib",
     "enum",
     "functools",
     "hashlib",
     "heapq",
+    "inspect",
     "itertools",
     "json",
     "math",
