@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import time
 from collections import Counter
 from types import TracebackType
@@ -39,6 +40,8 @@ from kvd.errors import ClientClosed, DeadlineExceeded, KvdError, SpecError, Unav
 __all__ = ["KvdCache", "Prefill", "UnsupportedModel"]
 
 log = logging.getLogger(__name__)
+
+_COPY_BYTES_PER_S = 0.5e9  # slower than any copy seen: first touches of memory, cores taken
 
 
 class Prefill(NamedTuple):
@@ -70,9 +73,10 @@ class KvdCache:
     significand (relative error up to 0.4 %), so tokens may differ from a run without kvd. It is
     part of the identity: rounded and exact chunks never stand in for each other.
 
-    `deadline_s` bounds what a lookup and load, or a store, may wait for the daemon. After a
-    failure the daemon is left alone for 1 s, doubling up to 30 s. With `verify`, loaded payloads
-    are compared with the digests in their records.
+    `deadline_s` (and 2 s a GB of KV, for the copy) bounds a lookup with its load, and a store.
+    After a failure the daemon is left alone for 1 s, doubling up to 30 s. With `verify`, loaded
+    payloads are compared with the digests in their records. In a forked child the connector makes
+    a client of its own, unless one was given.
 
     Raises UnsupportedModel for a model whose KV a DynamicCache doesn't hold in full, or depends on
     more than the tokens before. No call after that raises an error of kvd; a model that becomes
@@ -106,12 +110,11 @@ class KvdCache:
         self._told: set[str] = set()
         self._identity: _Identity | None = self._identify()
         self._watch = WeightWatch(model)
-        self._owns_client = client is None or isinstance(client, str)
-        self._client = (
-            Client(client, timeout_s=deadline_s, name="transformers")
-            if client is None or isinstance(client, str)
-            else client
-        )
+        if client is None or isinstance(client, str):
+            self._socket, self._owner = client, os.getpid()
+            self._client = self._connect()
+        else:
+            self._owner, self._client = 0, client  # the caller's, to close and to fork
 
     @property
     def spec(self) -> KVSpec | None:
@@ -121,7 +124,7 @@ class KvdCache:
 
     def close(self) -> None:
         """Close the client, unless it was given. The model stays as it is."""
-        if self._owns_client:
+        if self._owner:
             self._client.close()
 
     def __enter__(self) -> KvdCache:
@@ -276,7 +279,7 @@ class KvdCache:
                 copier.read,
                 fingerprints=fingerprints,
                 verify=self._verify,
-                timeout_s=self._deadline_s,
+                timeout_s=self._bound_s(identity, len(hashes)),
             )
         except (KvdError, OSError) as error:
             self._failed("load", error)
@@ -303,7 +306,7 @@ class KvdCache:
                 lambda item, slot: copier.write(first + item, slot),
                 parent=hashes[first - 1] if first else None,
                 index0=first,
-                timeout_s=self._deadline_s,
+                timeout_s=self._bound_s(identity, len(hashes) - first),
             )
         except (KvdError, OSError) as error:
             self._failed("store", error)
@@ -321,7 +324,16 @@ class KvdCache:
             chain_fingerprints(tokens, size, salt=salt),
         )
 
+    def _connect(self) -> Client:
+        """Nothing is connected yet: the client does that when it is first asked."""
+        return Client(self._socket, timeout_s=self._deadline_s, name="transformers")
+
+    def _bound_s(self, identity: _Identity, chunks: int) -> float:
+        return self._deadline_s + chunks * identity.layout.nbytes / _COPY_BYTES_PER_S
+
     def _may_ask(self, what: str) -> bool:
+        if self._owner not in (0, os.getpid()):
+            self._owner, self._client = os.getpid(), self._connect()
         if self._backoff.may_try(time.monotonic()):
             return True
         self.counts[f"{what}.silent"] += 1

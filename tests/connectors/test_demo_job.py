@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvd.client import Client
 from kvd.connectors.transformers import KvdCache
 from kvd.tools.demo import app
+from kvd.tools.demo.daemon import Daemon, DaemonFailed
 from kvd.tools.demo.model import NAME, model_dir
 from kvd.tools.demo.questions import QUESTIONS, document, prompt
 
@@ -68,6 +71,25 @@ def test_a_core_that_is_taken_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
         assert app.sensible_threads() == threads
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert app.sensible_threads() == 7
+
+
+def test_the_demos_daemon_keeps_its_arena_when_killed_and_leaves_nothing_at_the_end() -> None:
+    with Daemon("16MiB") as daemon:
+        daemon.start()
+        with Client(daemon.socket) as client:
+            first = client.info().epoch
+        daemon.kill()
+        daemon.start()
+        with Client(daemon.socket) as client:
+            assert client.info().epoch > first
+        left = [Path(daemon.socket).parent, daemon._arena]
+        assert all(folder.is_dir() for folder in left)
+    assert not any(folder.exists() for folder in left)
+
+
+def test_a_daemon_that_does_not_start_says_why() -> None:
+    with Daemon("16 parsecs") as daemon, pytest.raises(DaemonFailed, match="parsecs"):
+        daemon.start()
 
 
 @pytest.mark.slow

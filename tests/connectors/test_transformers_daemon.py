@@ -71,14 +71,14 @@ def test_processes_with_one_model_share_and_others_do_not(
 ) -> None:
     """K10: what one process stored, another finds, with the same tokens as without kvd. Another
     RoPE base is another identity."""
-    want = plain(llama(), prompt(100, seed=1))
-    first = process(folder, daemon, 100, 1)
-    second = process(folder, daemon, 100, 1)
-    assert first == Told(want, reused=0, stored=6)
-    assert second == Told(want, reused=96, stored=0)
-    other = process(folder, daemon, 100, 1, 50_000.0)
-    assert (other.reused, other.stored) == (0, 6)
-    assert other.tokens != want
+    ids = prompt(100, seed=1)
+    want = plain(llama(), ids)
+    assert process(folder, daemon, 100, 1) == Told(want, reused=0, stored=6)
+    assert process(folder, daemon, 100, 1) == Told(want, reused=96, stored=0)
+    other = llama(rope_parameters={"rope_type": "default", "rope_theta": 50_000.0})
+    with KvdCache(other, daemon.socket, chunk_tokens=16, deadline_s=10.0) as kv:
+        assert generate(kv, ids) == (plain(other, ids), 0)
+        assert kv.counts["stored_chunks"] == 6
 
 
 def test_a_killed_daemon_is_a_miss_and_a_restarted_one_has_kept_the_prompt(
@@ -140,3 +140,24 @@ def test_threads_share_one_connector(daemon: DaemonProcess, llama: Make, prompt:
                 got = list(pool.map(lambda ids: generate(kv, ids)[0], prompts))
                 assert got == want
         assert kv.counts["stored_chunks"] == 8 * 5
+
+
+def test_a_forked_child_has_a_client_of_its_own(
+    daemon: DaemonProcess, llama: Make, prompt: Make
+) -> None:
+    """K105: a server that loads its model and then forks reuses in every child."""
+    model, ids = llama(), prompt(100)
+    with KvdCache(model, daemon.socket, chunk_tokens=16, deadline_s=10.0) as kv:
+        generate(kv, ids)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:  # no cleanup of pytest's may run here
+            try:
+                os.write(write, str(kv.load(ids).reused_tokens).encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as told:
+            assert told.read() == "96"
+        assert os.waitpid(child, 0)[1] == 0
+        assert generate(kv, ids)[1] == 96

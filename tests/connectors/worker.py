@@ -1,4 +1,4 @@
-"""One engine process of the tests: `python worker.py MODEL_DIR SOCKET LENGTH SEED [ROPE_THETA]`.
+"""One engine process of the tests: `python worker.py MODEL_DIR SOCKET LENGTH SEED`.
 
 Prints `{"tokens": [...], "reused": n, "stored": n}` for a prompt of random tokens.
 """
@@ -14,11 +14,8 @@ from transformers import AutoModelForCausalLM
 from kvd.connectors.transformers import KvdCache
 
 torch.set_num_threads(1)
-folder, socket, length, seed, *theta = sys.argv[1:]
-changes = (
-    {"rope_parameters": {"rope_type": "default", "rope_theta": float(theta[0])}} if theta else {}
-)
-model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **changes).eval()
+folder, socket, length, seed = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 ids = torch.randint(
     0, model.config.vocab_size, (1, int(length)), generator=torch.Generator().manual_seed(int(seed))
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -122,12 +123,12 @@ def _tell(console: Console, answer: Answer) -> None:
 
 def table(outcome: Outcome) -> Table:
     cold = outcome.runs[0]
-    shown = Table(title="time to first token (TTFT)", title_justify="left")
-    shown.add_column("run")
-    for column in ("prompt tokens", "reused tokens", "TTFT s", "CPU s", "cold / this"):
+    shown = Table(title="time to first token (TTFT)", title_justify="left", title_style="bold")
+    shown.add_column("run", no_wrap=True)
+    for column in ("prompt tokens", "reused tokens", "TTFT s", "CPU s", "cold / TTFT"):
         shown.add_column(column, justify="right")
-    shown.add_column("tokens identical to a run without kvd")
-    names = ("cold", "warm, new process", "after SIGKILL and restart")
+    shown.add_column("identical")
+    names = ("1 cold", "2 warm", "3 restarted")
     for name, answer, plain in zip(names, outcome.runs, outcome.plain, strict=True):
         shown.add_row(
             name,
@@ -177,6 +178,7 @@ def sensible_threads() -> int:
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write figures there.")
 @click.option("--threads", type=click.IntRange(1), help="Threads of the model; default: by load.")
 def main(json_path: Path | None, threads: int | None) -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up, too
     console = Console()
     threads = threads or sensible_threads()
     try:
@@ -187,10 +189,12 @@ def main(json_path: Path | None, threads: int | None) -> None:
             outcome = run(console, prepared.path, threads, daemon)
             console.print()
             console.print(table(outcome))
+            same = "yes" if outcome.identical else "[red]no"
+            console.print(f"tokens identical to a run without kvd: [bold]{same}")
             look(console, daemon.socket)
+        if json_path is not None:
+            json_path.write_text(json.dumps(outcome.to_json()) + "\n")
     except (ModelMissing, DaemonFailed, AnswerFailed, OSError) as error:
         raise click.ClickException(str(error)) from error
-    if json_path is not None:
-        json_path.write_text(json.dumps(outcome.to_json()) + "\n")
     if not outcome.identical:
         raise click.ClickException("the tokens with kvd are not those without it")

@@ -1,7 +1,7 @@
 """A daemon of the demo's own, in folders of its own.
 
-The law of this module: nothing of it is left behind, however the demo ends: not the process, not
-its socket, not its arena. It takes no settings from the caller's environment.
+The law of this module: nothing of it is left behind when its context ends, by an error too: not the
+process, not its socket, not its arena. It takes no settings from the caller's environment.
 """
 
 from __future__ import annotations
