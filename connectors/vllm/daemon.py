@@ -1,0 +1,90 @@
+"""The scheduler's way to the daemon.
+
+The law of this module: nothing here waits. A request is sent or queued, and looked at again; a
+daemon that does not answer costs the requests in flight their deadline, once. Then it is left
+alone, but for one heartbeat after each pause, which nobody waits for; when that one is answered,
+requests are asked again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from kvd.client import Call, Client
+from kvd.connectors.backoff import Backoff
+from kvd.errors import KvdError
+from kvd.wire import messages as m
+
+__all__ = ["Daemon"]
+
+log = logging.getLogger("vllm.kvd")  # below "vllm." so that it shows in vLLM's log
+
+_PROBE_S = 2.0
+
+
+class Daemon:
+    """A client, and whether it makes sense to ask it now."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self._backoff = Backoff(first_s=0.5, most_s=5.0)
+        self._probe: Call | None = None
+        self._away = False
+
+    @property
+    def away(self) -> bool:
+        return self._away
+
+    def ask(self, message: m.Request, deadline_s: float) -> Call | None:
+        """Send; None while the daemon is left alone (or the client was closed)."""
+        if self._away and not self._back():
+            return None
+        try:
+            return self.client.submit_at(message, self.client.deadline_ns(deadline_s))
+        except KvdError as error:
+            self.failed(error)
+            return None
+
+    def look(self) -> None:
+        """Take in what has come. Never waits."""
+        try:
+            self.client.poll(0.0)
+        except KvdError as error:
+            self.failed(error)
+
+    def failed(self, error: KvdError) -> None:
+        """The daemon did not answer in time, or can't be reached."""
+        pause = self._backoff.failed(time.monotonic())
+        if not self._away:
+            self._away = True
+            log.warning("kvd: going on without the daemon (next try in %.1f s): %s", pause, error)
+
+    def worked(self) -> None:
+        self._backoff.worked()
+        if self._away:
+            self._away = False
+            log.warning("kvd: the daemon is back")
+
+    def _back(self) -> bool:
+        """Whether a heartbeat came through; sends one when its time has come."""
+        probe = self._probe
+        if probe is None:
+            if self._backoff.may_try(time.monotonic()):
+                try:
+                    deadline_ns = self.client.deadline_ns(_PROBE_S)
+                    self._probe = self.client.submit_at(m.Heartbeat(), deadline_ns)
+                except KvdError:
+                    self._backoff.failed(time.monotonic())
+            return False
+        self.look()
+        if not probe.done:
+            return False
+        self._probe = None
+        try:
+            probe.answer()
+        except KvdError:
+            self._backoff.failed(time.monotonic())
+            return False
+        self.worked()
+        return True

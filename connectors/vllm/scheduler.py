@@ -1,0 +1,381 @@
+"""The scheduler's side: what is there, what to load, what to store.
+
+The law of this module: it runs inside the engine's loop, so nothing waits for the daemon; a match
+is a lease, and every lease is released on every path: loaded, not used, local hit as long,
+aborted, preempted, expired with the session. A match never says more than is leased, never more
+than the prompt less one token, and is the same however often it is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvd.chunk import NO_PARENT, Kind, KVSpec
+from kvd.client import Client
+from kvd.connectors.vllm.config import Options
+from kvd.connectors.vllm.daemon import Daemon
+from kvd.connectors.vllm.keys import Adapters, ChunkKeys
+from kvd.connectors.vllm.metadata import LoadJob, StepPlan, StoreJob, WorkerReport
+from kvd.connectors.vllm.request import Entry, Phase
+from kvd.connectors.vllm.stats import Counts
+from kvd.errors import DeadlineExceeded, KvdError, Unavailable
+from kvd.wire import LookupFlag
+from kvd.wire import messages as m
+
+__all__ = ["SchedulerSide"]
+
+log = logging.getLogger("vllm.kvd")
+
+_PUSH_GRACE_S = 2.0
+_LOAD_TIME_S = 5.0  # a lease must have that much left when its load begins
+
+
+class SchedulerSide:
+    """`block_tokens`: of each KV group; `hash_block`: tokens of one of vLLM's block hashes."""
+
+    def __init__(
+        self, options: Options, client: Client, *, chunk_tokens: int, block_tokens: Sequence[int],
+        hash_block: int,
+    ) -> None:  # fmt: skip
+        self.options = options
+        self.counts = Counts()
+        self.daemon = Daemon(client)
+        self.spec: KVSpec | None = None  # None: this engine goes without kvd
+        self._client = client
+        self._chunk = chunk_tokens
+        self._block_tokens = tuple(block_tokens)
+        self._hash_block = hash_block
+        self._encoding = b""
+        self._shards: tuple[int, ...] = ()
+        self._ranks = 1
+        self._most = 0  # chunks in a lookup
+        self._adapters = Adapters()
+        self._entries: dict[str, Entry] = {}
+        self._loads: list[LoadJob] = []
+        self._written: set[int] = set()
+        self._storing: dict[int, tuple[float, int]] = {}  # job -> (begun, ranks to come)
+        self._jobs = 0
+
+    def start(self, spec: KVSpec, ranks: int, timeout_s: float = 2.0) -> None:
+        """From now on requests are served. Waits `timeout_s` for a daemon at most; one that comes
+        later will do."""
+        self.spec, self._encoding, self._ranks = spec, spec.encode(), ranks
+        self._shards = tuple(range(len(spec.shards)))
+        self._most = min(4096, 16384 // len(spec.shards))
+        try:
+            self._client.register(spec, timeout_s=timeout_s)
+        except KvdError as error:
+            self.daemon.failed(error)
+
+    # -- matching -------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """A request came in: its lookup begins now, unless many others wait with a match."""
+        entry = self._entry(request)
+        if not self._serves(entry) or self.options.load_policy == "never":
+            return
+        holding = sum(e.holds_match for e in self._entries.values())
+        if holding < self.options.lookahead:
+            self._look_up(entry)
+
+    def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Tokens to load beyond the first `computed`, and whether that is done between steps;
+        (None, False): not known yet."""
+        entry = self._entry(request)
+        if not self._serves(entry) or self.options.load_policy == "never" or entry.no_load:
+            return 0, False
+        if entry.phase in (Phase.SETTLED, Phase.LOADING):
+            entry.restart()
+        limit = self._limit(entry)
+        if limit * self._chunk - computed < max(self.options.min_load_tokens, 1):
+            return 0, False
+        if entry.phase is Phase.KNOWN and entry.leading and not self._lease_holds(entry):
+            entry.restart()
+        if entry.phase is Phase.FRESH:
+            self._look_up(entry)
+        if entry.phase is Phase.ASKED:
+            self._take_answer(entry)
+            if entry.phase is Phase.ASKED:
+                return None, False
+        gain = min(entry.leading, limit) * self._chunk - computed
+        if gain < max(self.options.min_load_tokens, 1):
+            return 0, False
+        entry.local = computed
+        return gain, True
+
+    def allocated(self, request: Any, blocks: Sequence[Sequence[int]], external: int) -> None:
+        """The request got its blocks (all of them, by group); `external` tokens are to be loaded.
+        Called a second time, with 0, when they are."""
+        entry = self._entry(request)
+        if external <= 0:
+            if entry.phase is not Phase.LOADING:
+                self._settle(entry)
+            return
+        begin, end = entry.local, entry.local + external
+        first, last = begin // self._chunk, -(-end // self._chunk)
+        rows = []
+        for size, ids in zip(self._block_tokens, blocks, strict=True):
+            width = self._chunk // size
+            wanted = range(begin // size, -(-end // size))
+            rows.append(tuple(ids[i] if i in wanted and i < len(ids) else 0
+                              for i in range(first * width, last * width)))  # fmt: skip
+        lease = entry.lease
+        self._jobs += 1
+        entry.job = self._jobs
+        entry.phase = Phase.LOADING
+        entry.load_blocks = frozenset(i for row in rows for i in row if i)
+        entry.stored = max(entry.stored, min(entry.leading, last))
+        shared = lease.share() if lease is not None else (0, 0, 0)
+        self._loads.append(
+            LoadJob(entry.job, request.request_id, shared, first, last - first, tuple(rows))
+        )
+        self._written |= entry.load_blocks
+        self.counts.add("loads")
+        self.counts.add("matched_tokens", external)
+
+    def _settle(self, entry: Entry) -> None:
+        """It runs without (another) load."""
+        if entry.phase in (Phase.ASKED, Phase.KNOWN, Phase.FRESH):
+            if entry.phase is Phase.KNOWN:
+                entry.stored = max(entry.stored, entry.leading)
+            if entry.let_go():
+                self.counts.add("unused_matches")
+            entry.phase = Phase.SETTLED
+
+    def _entry(self, request: Any) -> Entry:
+        entry = self._entries.get(request.request_id)
+        if entry is None or entry.request is not request:
+            if entry is not None:  # an id that was used before
+                entry.let_go()
+            entry = Entry(request, self._keys_of(request))
+            self._entries[request.request_id] = entry
+        return entry
+
+    def _keys_of(self, request: Any) -> ChunkKeys | None:
+        adapter = None
+        if request.lora_request is not None:
+            adapter = self._adapters.digest(request.lora_request)
+            if adapter is None:
+                self.counts.add("bypassed")
+                return None
+        return ChunkKeys(request, self._chunk, self._hash_block, adapter)
+
+    def _serves(self, entry: Entry) -> bool:
+        return self.spec is not None and entry.keys is not None
+
+    def _limit(self, entry: Entry) -> int:
+        """Chunks that may come out of kvd: the last token is always computed."""
+        assert entry.keys is not None
+        return min(entry.keys.available, (entry.request.num_tokens - 1) // self._chunk, self._most)
+
+    def _lease_holds(self, entry: Entry) -> bool:
+        return entry.lease_good_for(min(_LOAD_TIME_S, self.options.lease_s / 2))
+
+    def _look_up(self, entry: Entry) -> None:
+        """Send the lookup: ASKED, or KNOWN with nothing when there is nobody to ask."""
+        assert self.spec is not None and entry.keys is not None
+        limit = self._limit(entry)
+        call = None
+        if limit > 0:
+            message = m.Lookup(
+                self.spec.digest,
+                int(Kind.PREFIX),
+                self._shards,
+                entry.keys.hashes(0, limit),
+                entry.keys.fingerprints(0, limit),
+                int(LookupFlag.LEASE),
+                int(self.options.lease_s * 1e9),
+                NO_PARENT,
+                0,
+                0,
+            )
+            call = self.daemon.ask(message, self.options.lookup_deadline_s)
+        if call is None:
+            entry.phase = Phase.KNOWN
+            return
+        self.counts.add("lookups")
+        entry.call, entry.phase = call, Phase.ASKED
+        entry.give_up_ns = call.deadline_ns
+
+    def _take_answer(self, entry: Entry) -> None:
+        """KNOWN as soon as the answer is there or its time is up."""
+        call = entry.call
+        assert call is not None
+        if not call.done:
+            self.daemon.look()
+        if not call.done:
+            if time.monotonic_ns() < entry.give_up_ns:
+                return
+            self.counts.add("lookup_timeouts")
+            entry.let_go()
+            entry.phase = Phase.KNOWN
+            self.daemon.failed(Unavailable("a lookup was not answered in time"))
+            return
+        entry.call, entry.phase = None, Phase.KNOWN
+        try:
+            found = self._client.lookup_of(call)
+        except (Unavailable, DeadlineExceeded) as error:
+            self.counts.add("lookup_timeouts")
+            self.daemon.failed(error)
+        except KvdError as error:
+            self.counts.add("lookup_errors")
+            log.warning("kvd: lookup failed: %s", error)
+        else:
+            self.daemon.worked()
+            entry.lease, entry.leading = found.lease, found.leading if found.lease else 0
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def plan(self, output: Any) -> StepPlan:
+        """The work of this step. Per-step state begins anew."""
+        loads, self._loads = self._loads, []
+        written, self._written = self._written, set()
+        stores: list[StoreJob] = []
+        if self.spec is not None and self.options.store_policy != "never":
+            stores = self._stores(output)
+        if self._storing:
+            written |= _written_by(output, self._block_tokens)
+        else:
+            written = set()
+        for job in stores:
+            self._storing[job.job] = (time.monotonic(), self._ranks)
+        spec = self._encoding if loads or stores else b""
+        return StepPlan(spec, loads, stores, frozenset(written))
+
+    def _stores(self, output: Any) -> list[StoreJob]:
+        jobs = []
+        state = output.kv_connector_block_state
+        for name, scheduled in output.num_scheduled_tokens.items():
+            entry = self._entries.get(name)
+            if entry is None or entry.keys is None or state is None:
+                continue
+            request = entry.request
+            # Only what is hashed: neither drafts nor placeholders of tokens to come.
+            done = min(
+                (request.num_computed_tokens + scheduled) // self._chunk, entry.keys.available
+            )
+            if self.options.store_policy == "prompt":
+                done = min(done, request.num_prompt_tokens // self._chunk)
+            if done <= entry.stored:
+                continue
+            if not self.daemon.away:
+                job = self._store_job(entry, entry.stored, done, state.get_block_ids(name))
+                if job is not None:
+                    jobs.append(job)
+            else:
+                self.counts.add("dropped_chunks", done - entry.stored)
+            entry.stored = done
+        return jobs
+
+    def _store_job(
+        self, entry: Entry, begin: int, end: int, table: Sequence[Sequence[int]] | None
+    ) -> StoreJob | None:
+        assert entry.keys is not None
+        rows = []
+        for size, ids in zip(self._block_tokens, table or (), strict=True):
+            width = self._chunk // size
+            row = tuple(ids[begin * width : end * width])
+            if len(row) != (end - begin) * width or 0 in row:
+                return None  # not all of its blocks are (still) there
+            rows.append(row)
+        self._jobs += 1
+        keys = entry.keys
+        return StoreJob(
+            self._jobs,
+            keys.hashes(begin, end),
+            keys.fingerprints(begin, end),
+            keys.parent(begin),
+            begin,
+            tuple(rows),
+        )
+
+    def worker_output(
+        self, received: Iterable[str], failed: Iterable[str], invalid: Iterable[int],
+        report: WorkerReport | None,
+    ) -> None:  # fmt: skip
+        """What the workers have finished, once all of them have."""
+        lost, invalid = set(failed), set(invalid)
+        for name in received:
+            entry = self._entries.get(name)
+            if entry is None or entry.phase is not Phase.LOADING:
+                continue
+            entry.let_go()
+            entry.phase = Phase.SETTLED
+            if name in lost or not invalid.isdisjoint(entry.load_blocks):
+                entry.no_load = True  # or it would be tried for ever
+                entry.stored = 0
+            entry.load_blocks = frozenset()
+            if entry.ended:
+                del self._entries[name]
+        if report is None:
+            return
+        for job, ranks in report.stored.items():
+            begun, left = self._storing.pop(job, (0.0, 0))
+            if left > ranks:
+                self._storing[job] = (begun, left - ranks)
+        if report.lost_daemon:
+            self.daemon.failed(Unavailable("a worker lost the daemon"))
+
+    def finished(self, request: Any) -> None:
+        """The request is over, in whatever state: aborted before it was scheduled, while it loads,
+        or done. Its blocks may go: stores are fenced from them."""
+        entry = self._entries.get(request.request_id)
+        if entry is None or entry.request is not request:
+            return
+        if entry.phase is Phase.LOADING:
+            entry.ended = True  # the lease is needed until the workers are through
+            return
+        del self._entries[request.request_id]
+        if entry.let_go():
+            self.counts.add("unused_matches")
+
+    @property
+    def has_push_work(self) -> bool:
+        """Stores are on their way, and not for longer than they may be."""
+        if not self._storing:
+            return False
+        oldest = min(begun for begun, _ in self._storing.values())
+        return time.monotonic() - oldest < self.options.store_deadline_s + _PUSH_GRACE_S
+
+    def reset(self) -> bool:
+        """Forget what is stored under this identity (weights changed, or an operator asks)."""
+        if self.spec is None:
+            return True
+        for entry in self._entries.values():
+            if entry.phase in (Phase.ASKED, Phase.KNOWN):
+                entry.restart()
+        try:
+            selector = m.Selector(spec=self.spec.digest)
+            self._client.evict(selector, timeout_s=self.options.load_deadline_s)
+        except KvdError as error:
+            log.warning("kvd: the cache could not be reset: %s", error)
+            return False
+        return True
+
+    def close(self) -> None:
+        for entry in self._entries.values():
+            entry.let_go()
+        self._entries.clear()
+        self._client.close()
+
+
+def _written_by(output: Any, block_tokens: Sequence[int]) -> set[int]:
+    """Blocks that this step may write to and that were given out for it."""
+    written: set[int] = set()
+    for new in output.scheduled_new_reqs:
+        for size, ids in zip(block_tokens, new.block_ids, strict=True):
+            written.update(ids[new.num_computed_tokens // size :])
+    cached = output.scheduled_cached_reqs
+    for name, ids_by_group, computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if ids_by_group is None:
+            continue
+        for size, ids in zip(block_tokens, ids_by_group, strict=True):
+            written.update(ids[computed // size :] if name in cached.resumed_req_ids else ids)
+    for copy in output.kv_cache_block_copies or ():
+        written.add(int(copy[1]))
+    return written
