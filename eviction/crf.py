@@ -13,17 +13,9 @@ from math import exp2, log2
 from typing import Any
 
 from kvd.eviction.ghosts import Ghosts
-from kvd.eviction.leaves import LeafPolicy
+from kvd.eviction.leaves import SAME_USE_S, LeafPolicy, worth
 
-_FAR = 64.0  # half-lives beyond which the smaller term is lost in a double
-
-
-def combine(score: float, x: float) -> float:
-    """S after a use at `x` half-lives, from S before."""
-    gap = score - x
-    if gap > _FAR:
-        return score
-    return x + log2(1.0 + exp2(gap)) if gap > -_FAR else x
+FAR = 64.0  # half-lives beyond which the smaller term is lost in a double
 
 
 class Crf(LeafPolicy):
@@ -31,35 +23,55 @@ class Crf(LeafPolicy):
 
     name = "crf"
 
-    def __init__(self, half_life_s: float = 60.0, ghost_factor: float = 2.0) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        half_life_s: float = 60.0,
+        ghost_factor: float = 2.0,
+        same_use_s: float = SAME_USE_S,
+    ) -> None:
+        super().__init__(same_use_s)
         if half_life_s <= 0:
-            raise ValueError("half_life_s must be above 0: use lru for no memory of earlier uses")
+            raise ValueError("half_life_s must be above 0; with no memory of uses, take lru")
         self._half_ns = half_life_s * 1e9
         self._factor = ghost_factor
-        self._ghosts = Ghosts()
+        self._ghosts = Ghosts(2)  # S, last use
         self._peak = 0
 
     def _first(self, chunk: int, ghost: int, size: int, time: int) -> float:
         self._peak = max(self._peak, self._len)
         x = time / self._half_ns
         old = self._ghosts.take(ghost)
-        return x if old is None else combine(old[0], x)
+        if old is None:
+            return x
+        gap = old[0] - x
+        if gap >= FAR or time - old[1] < self._same_ns:
+            return max(old[0], x)
+        return x + log2(1.0 + exp2(gap))
 
     def touch(self, chain: Sequence[int], now: int) -> None:
-        x = self._clock(now) / self._half_ns
-        score, home = self._score, self._home
+        time = self._clock(now)
+        x, same_ns = time / self._half_ns, self._same_ns
+        score, home, used = self._score, self._home, self._used
         known = len(home)
         for chunk in chain:
             if 0 <= chunk < known and home[chunk] >= 0:
                 gap = score[chunk] - x
-                if gap < _FAR:
+                if time - used[chunk] < same_ns:
+                    if gap < 0.0:
+                        score[chunk] = x
+                elif gap < FAR:
                     score[chunk] = x + log2(1.0 + exp2(gap))
+                used[chunk] = time
 
     def _gone(self, chunk: int, evicted: bool) -> None:
         if evicted:
-            limit = int(self._factor * self._peak)
-            self._ghosts.put(self._digest[chunk], (self._score[chunk],), limit)
+            values = (self._score[chunk], self._used[chunk])
+            self._ghosts.put(self._digest[chunk], values, int(self._factor * self._peak))
+
+    def value(self, chunk: int, now: int) -> float:
+        if not self.resident(chunk):
+            return 0.0
+        return worth(self._peek(now) - self._score[chunk] * self._half_ns)
 
     def snapshot(self) -> dict[str, Any]:
         return {
@@ -70,8 +82,8 @@ class Crf(LeafPolicy):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
-        if state["half_ns"] != self._half_ns:  # S counts half-lives: another scale
+        if state.get("half_ns", self._half_ns) != self._half_ns:  # S counts half-lives
             raise ValueError("snapshot was taken with another half-life")
+        super().restore(state)
         self._peak = int(state["peak"])
         self._ghosts.restore(state["ghosts"])

@@ -1,7 +1,8 @@
 """First in, first out, from the leaves.
 
-The law of this module: a use changes nothing. The cheapest policy, and friendly to flash; on
-real traces 0 to 4 points below LRU.
+The law of this module: a use changes nothing. The cheapest policy, and friendly to flash. Leaves
+go by the time they were stored, and a session's leaves are its newest chunks, so it stays close to
+LRU on conversations.
 """
 
 from __future__ import annotations
@@ -20,4 +21,4 @@ class Fifo(LeafPolicy):
         return float(time)
 
     def touch(self, chain: Sequence[int], now: int) -> None:
-        """Passes over all ids."""
+        """Nothing."""

@@ -10,6 +10,7 @@ from array import array
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class Ghosts:
@@ -58,13 +59,17 @@ class Ghosts:
             return None
         return tuple(self._values[place * self._width : (place + 1) * self._width])
 
+    def values(self) -> NDArray[np.float64]:
+        """All numbers of the ring, [digests, width]; a few may be of digests taken since."""
+        return np.frombuffer(self._values).reshape(len(self._digest), self._width)
+
     def snapshot(self) -> list[Any]:
         """Oldest first: [digests, values], little-endian bytes."""
         size = len(self._digest)
         order = [*range(self._hand, size), *range(min(self._hand, size))]
         live = [p for p in order if self._place.get(self._digest[p]) == p]
         digests = np.frombuffer(self._digest, dtype=np.uint64)[live] if size else np.empty(0, "<u8")
-        values = np.frombuffer(self._values).reshape(size, self._width)[live]
+        values = self.values()[live]
         return [digests.astype("<u8").tobytes(), values.astype("<f8").tobytes()]
 
     def restore(self, state: list[Any]) -> None:

@@ -6,13 +6,17 @@ rises between two visits (or is lowered through `_rescore`), so an entry in a he
 and a touch costs no heap operation: a stale entry is put right when it reaches the top. The chunk
 inserted last is held back: it is named when nothing else is left.
 
-Arrays are indexed by the core's small ids, 44 bytes a chunk; heaps hold leaves only.
+Uses of a chunk less than `SAME_USE_S` apart are one use (correlated references; O'Neil, SIGMOD
+1993): a request touches its chain when it is looked up and again when it stores what was missing.
+
+Arrays are indexed by the core's small ids, 52 bytes a chunk; heaps hold leaves only.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from math import nan
 from typing import Any
@@ -21,28 +25,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.eviction.base import Policy
+from kvd.eviction.walk import Walk
 
 ABSENT = -1
+SAME_USE_S = 1.0
 _SLACK = 1024  # stale entries that a heap may hold beyond twice its chunks
+
+
+def worth(age_ns: float) -> float:
+    """Worth of a chunk that is as good as one used once, `age_ns` ago: 1 / (1 + seconds), on
+    beyond 1 for what is better than just used. Positive, so that a slab's sum means something."""
+    age = age_ns * 1e-9
+    return 1.0 / (1.0 + age) if age >= 0.0 else 1.0 - age
 
 
 class LeafPolicy(Policy):
     """What every policy with one score a chunk shares: membership, time, leaves, restart.
 
-    A subclass gives `_first` (score at insertion), `touch`, and may keep ghosts. It may also
+    A subclass gives `_first` (score at insertion) and `_use`, and may keep ghosts. It may also
     split a queue in several lists (`_lists`): a chunk's home is `queue * _lists + list`.
     """
 
     _lists = 1
 
-    def __init__(self) -> None:
+    def __init__(self, same_use_s: float = SAME_USE_S) -> None:
+        self._same_ns = same_use_s * 1e9
         self._parent = array("i")  # id, or -1
         self._parent_life = array("I")  # the parent's life when it was our parent
         self._life = array("I")  # raised when an id leaves: ids are used again
-        self._kids = array("i")  # resident children
+        self._kids = array("i")  # resident children, also of an id that is not here yet
         self._home = array("i")  # queue * _lists + list, or -1: not here
         self._score = array("d")
         self._entry = array("d")  # score under which the chunk is in its heap; nan: it isn't
+        self._used = array("d")  # last use on our clock, ns
         self._digest = array("Q")
         self._heaps: dict[int, list[tuple[float, int]]] = {}
         self._count: dict[int, int] = {}  # chunks at a home
@@ -53,9 +68,12 @@ class LeafPolicy(Policy):
 
     # -- for subclasses -------------------------------------------------------------------------
 
+    @abstractmethod
     def _first(self, chunk: int, ghost: int, size: int, time: int) -> float:
         """Score of a chunk that becomes resident. `time`: ns on our own clock."""
-        raise NotImplementedError
+
+    def _use(self, chunk: int, time: int, same: bool) -> None:
+        """A resident chunk is used; `same`: the same use as its last one, at a later moment."""
 
     def _list_of(self, chunk: int, ghost: int) -> int:
         """The list that a chunk enters; called before `_first`."""
@@ -145,18 +163,27 @@ class LeafPolicy(Policy):
         self._home[chunk] = home
         self._count[home] = self._count.get(home, 0) + 1
         self._digest[chunk] = ghost
-        self._kids[chunk] = 0
+        self._used[chunk] = time
         self._entry[chunk] = nan
-        if parent != chunk and self.resident(parent):
-            self._parent[chunk] = parent
+        self._parent[chunk] = parent
+        if parent >= 0:
+            if parent >= len(self._home):
+                self._grow(parent + 1)
             self._parent_life[chunk] = self._life[parent]
             self._kids[parent] += 1
-        else:
-            self._parent[chunk] = ABSENT
         self._len += 1
         self._score[chunk] = self._first(chunk, ghost, size, time)
         if newest >= 0 and not self._kids[newest]:
             self._expose(newest)
+
+    def touch(self, chain: Sequence[int], now: int) -> None:
+        time = self._clock(now)
+        home, used, same_ns = self._home, self._used, self._same_ns
+        known = len(home)
+        for chunk in chain:
+            if 0 <= chunk < known and home[chunk] >= 0:
+                self._use(chunk, time, time - used[chunk] < same_ns)
+                used[chunk] = time
 
     def forget(self, chunk: int, *, evicted: bool) -> None:
         if not self.resident(chunk):
@@ -167,13 +194,14 @@ class LeafPolicy(Policy):
         self._count[self._home[chunk]] -= 1
         self._home[chunk] = ABSENT
         self._entry[chunk] = nan
-        self._life[chunk] = (self._life[chunk] + 1) & 0xFFFFFFFF
         self._len -= 1
-        parent = self._parent_of(chunk)
-        if parent >= 0:
+        parent = self._parent[chunk]
+        if parent >= 0 and self._life[parent] == self._parent_life[chunk]:
             self._kids[parent] -= 1
-            if not self._kids[parent] and parent != self._newest:
+            if not self._kids[parent] and self._home[parent] >= 0 and parent != self._newest:
                 self._expose(parent)
+        self._life[chunk] = (self._life[chunk] + 1) & 0xFFFFFFFF
+        self._kids[chunk] = 0
 
     def victims(self, queue: int, now: int) -> Iterator[int]:
         walk = Walk(self, (queue * self._lists,))
@@ -185,17 +213,20 @@ class LeafPolicy(Policy):
         return None if chunk < 0 else self.value(chunk, now)
 
     def value(self, chunk: int, now: int) -> float:
-        return self._score[chunk] if self.resident(chunk) else float("-inf")
+        if not self.resident(chunk):
+            return 0.0
+        return worth(self._peek(now) - self._score[chunk])
 
     def __len__(self) -> int:
         return self._len
 
     def _parent_of(self, chunk: int) -> int:
-        """The resident parent, or -1. An id that was given to another chunk since isn't it."""
+        """The resident parent, or -1. An id that was given to another chunk since isn't it. In a
+        lower tier a child may come before its parent: the link holds when that comes."""
         parent = self._parent[chunk]
-        if parent >= 0 and self._life[parent] == self._parent_life[chunk]:
-            return parent
-        return ABSENT
+        if parent < 0 or self._home[parent] < 0:
+            return ABSENT
+        return parent if self._life[parent] == self._parent_life[chunk] else ABSENT
 
     def _grow(self, need: int) -> None:
         more = max(need, 2 * len(self._home), 64) - len(self._home)
@@ -212,6 +243,7 @@ class LeafPolicy(Policy):
             (self._home, ABSENT),
             (self._score, 0.0),
             (self._entry, nan),
+            (self._used, 0.0),
             (self._digest, 0),
         ]
 
@@ -265,76 +297,9 @@ class LeafPolicy(Policy):
 
     def _saved(self) -> tuple[str, ...]:
         """Names of the columns that a snapshot holds."""
-        return ("_home", "_score", "_digest")
+        return ("_home", "_score", "_used", "_digest")
 
     def _column(self, name: str, ids: NDArray[np.int64]) -> NDArray[Any]:
         column: array[Any] = getattr(self, name)
         values: NDArray[Any] = np.frombuffer(column, dtype=column.typecode)[ids]
         return values.astype(values.dtype.newbyteorder("<"))
-
-
-class Walk:
-    """One pass over the lists of a queue as if what was named had gone: nothing is changed.
-
-    A parent joins when its last resident child has been named. `veto(chunk)` true: the chunk is
-    kept for the end of its list.
-    """
-
-    def __init__(
-        self,
-        policy: LeafPolicy,
-        homes: tuple[int, ...],
-        veto: Callable[[int], bool] | None = None,
-    ) -> None:
-        self._policy = policy
-        self._homes = homes
-        self._veto = veto
-        self._left: dict[int, int] = {}  # parent -> children not named yet
-        self._late: list[list[int]] = [[] for _ in homes]
-        self._front: list[list[tuple[float, int, int]]] = [[] for _ in homes]
-        for front, home in zip(self._front, homes, strict=True):
-            policy._top(home)
-            heap = policy._heaps.get(home)
-            if heap:
-                front.append((*heap[0], 0))
-        newest = policy._newest
-        if newest >= 0 and policy._home[newest] in homes and not policy._kids[newest]:
-            self._late[homes.index(policy._home[newest])].append(newest)
-
-    def take(self, which: int) -> int:
-        """The next candidate of list number `which`, or -1."""
-        policy, front, home = self._policy, self._front[which], self._homes[which]
-        heap = policy._heaps.get(home, [])
-        while front:
-            score, chunk, place = heappop(front)
-            if place >= 0:
-                for child in (2 * place + 1, 2 * place + 2):
-                    if child < len(heap):
-                        heappush(front, (*heap[child], child))
-                if (
-                    policy._entry[chunk] != score
-                    or policy._home[chunk] != home
-                    or policy._kids[chunk]
-                ):
-                    continue
-                if policy._score[chunk] != score:
-                    heappush(front, (policy._score[chunk], chunk, ABSENT))
-                    continue
-            if self._veto is not None and self._veto(chunk):
-                self._late[which].append(chunk)
-                continue
-            return self._named(chunk)
-        if self._late[which]:
-            return self._named(self._late[which].pop(0))
-        return ABSENT
-
-    def _named(self, chunk: int) -> int:
-        policy = self._policy
-        parent = policy._parent_of(chunk)
-        if parent >= 0:
-            left = self._left.get(parent, policy._kids[parent]) - 1
-            self._left[parent] = left
-            if not left and policy._home[parent] in self._homes:
-                which = self._homes.index(policy._home[parent])
-                heappush(self._front[which], (policy._score[parent], parent, ABSENT))
-        return chunk

@@ -1,0 +1,87 @@
+"""ARC, the adaptive replacement cache (Megiddo and Modha, FAST 2003), leaf-first.
+
+The law of this module: what was used once and what was used again stand in two lists, and ghosts
+of either move the share of the first. The policy does not know its capacity: the most chunks that
+were resident at a time stand in for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvd.eviction.ghosts import Ghosts
+from kvd.eviction.leaves import SAME_USE_S, LeafPolicy
+from kvd.eviction.walk import Walk
+
+ONCE, AGAIN = 0, 1
+
+
+class Arc(LeafPolicy):
+    """Score: last use, ns, in the list T1 (used once) or T2 (used again)."""
+
+    name = "arc"
+    _lists = 2
+
+    def __init__(self, same_use_s: float = SAME_USE_S) -> None:
+        super().__init__(same_use_s)
+        self._target = 0.0  # of T1, chunks
+        self._peak = 1
+        self._ghosts = (Ghosts(0), Ghosts(0))  # B1, B2
+
+    def _list_of(self, chunk: int, ghost: int) -> int:
+        once, again = self._ghosts
+        if once.take(ghost) is not None:
+            step = max(1.0, len(again) / (len(once) + 1))
+            self._target = min(float(self._peak), self._target + step)
+            return AGAIN
+        if again.take(ghost) is not None:
+            step = max(1.0, len(once) / (len(again) + 1))
+            self._target = max(0.0, self._target - step)
+            return AGAIN
+        return ONCE
+
+    def _first(self, chunk: int, ghost: int, size: int, time: int) -> float:
+        self._peak = max(self._peak, self._len)
+        return float(time)
+
+    def _use(self, chunk: int, time: int, same: bool) -> None:
+        self._score[chunk] = float(time)
+        home = self._home[chunk]
+        if not same and home % 2 == ONCE:
+            self._rehome(chunk, home + 1)
+
+    def _gone(self, chunk: int, evicted: bool) -> None:
+        if evicted:
+            which = self._home[chunk] % 2
+            self._ghosts[which].put(self._digest[chunk], (), self._peak)
+
+    def victims(self, queue: int, now: int) -> Iterator[int]:
+        home = queue * 2
+        walk = Walk(self, (home, home + 1))
+        once, again = self._count.get(home, 0), self._count.get(home + 1, 0)
+        share = self._target / max(self._len, 1)
+        while True:
+            which = ONCE if once > share * (once + again) else AGAIN
+            chunk = walk.take(which)
+            if chunk < 0:
+                which = 1 - which
+                chunk = walk.take(which)
+                if chunk < 0:
+                    return
+            once, again = (once - 1, again) if which == ONCE else (once, again - 1)
+            yield chunk
+
+    def coldness(self, queue: int, now: int) -> float | None:
+        chunk = next(self.victims(queue, now), -1)
+        return None if chunk < 0 else self.value(chunk, now)
+
+    def snapshot(self) -> dict[str, Any]:
+        ghosts = [ghosts.snapshot() for ghosts in self._ghosts]
+        return {**super().snapshot(), "target": self._target, "peak": self._peak, "ghosts": ghosts}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        super().restore(state)
+        self._target, self._peak = float(state["target"]), int(state["peak"])
+        for ghosts, kept in zip(self._ghosts, state["ghosts"], strict=True):
+            ghosts.restore(kept)

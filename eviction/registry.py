@@ -1,0 +1,88 @@
+"""Policies by name.
+
+The law of this module: a configuration names a policy, this table says what that means, and
+nothing else does. `default` is the name for whatever the measurements recommend; a dotted path
+names a policy of one's own. Options follow a colon: `crf:half_life_s=300,ghost_factor=4`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+from kvd.errors import ConfigError
+from kvd.eviction.adaptive import Adaptive
+from kvd.eviction.arc import Arc
+from kvd.eviction.base import Policy
+from kvd.eviction.crf import Crf
+from kvd.eviction.fifo import Fifo
+from kvd.eviction.lfuda import Lfuda
+from kvd.eviction.lru import Lru
+from kvd.eviction.s3fifo import S3Fifo
+
+DEFAULT = "adaptive"
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (Adaptive, Arc, Crf, Fifo, Lfuda, Lru, S3Fifo)
+}
+
+# `importlib.import_module`, handed in by who may import: this folder does no I/O.
+Load = Callable[[str], Any]
+
+
+def factory(spec: str, load: Load | None = None) -> Callable[[], Policy]:
+    """A maker of new policies. `spec`: a name of POLICIES, `default`, or a dotted path
+    `package.module.Class` (needs `load`), then perhaps `:option=number,...`. ConfigError names
+    what is wrong and what would be right."""
+    name, _, options = spec.strip().partition(":")
+    made = partial(_find(name, load), **_options(name, options))
+    try:
+        made()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"policy {spec!r}: {error}") from error
+    return made
+
+
+def make(spec: str, load: Load | None = None) -> Policy:
+    """A new policy; see `factory`."""
+    return factory(spec, load)()
+
+
+def _find(name: str, load: Load | None) -> type[Policy]:
+    if name == "default":
+        name = DEFAULT
+    if name in POLICIES:
+        return POLICIES[name]
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        near = get_close_matches(name, [*POLICIES, "default"], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        known = ", ".join(["default", *sorted(POLICIES)])
+        raise ConfigError(
+            f"no eviction policy {name!r}{hint} (known: {known}, or package.module.Class)"
+        )
+    if load is None:
+        raise ConfigError(f"eviction policy {name!r}: dotted paths are not accepted here")
+    try:
+        found = getattr(load(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"eviction policy {name!r} can't be imported: {error}") from error
+    if not isinstance(found, type) or not issubclass(found, Policy) or inspect.isabstract(found):
+        raise ConfigError(f"eviction policy {name!r} is no class that fulfils Policy")
+    return found
+
+
+def _options(name: str, text: str) -> dict[str, float]:
+    options = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        try:
+            options[key.strip()] = float(value)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise ConfigError(f"policy {name!r}: {part!r} is not option=number")
+    return options

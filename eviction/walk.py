@@ -1,0 +1,96 @@
+"""The order in which chunks would go, seen without changing anything.
+
+The law of this module: what is named counts as gone for the rest of the pass, so a parent follows
+when its last resident child has been named, at its own score.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Protocol
+
+_RESOLVED = -1  # in place of a position in the heap: this is the chunk's score now
+
+
+class Forest(Protocol):
+    """What a pass reads of a policy (`LeafPolicy`)."""
+
+    _kids: array[int]
+    _home: array[int]
+    _score: array[float]
+    _entry: array[float]
+    _heaps: dict[int, list[tuple[float, int]]]
+    _newest: int
+
+    def _top(self, home: int) -> int: ...
+
+    def _parent_of(self, chunk: int) -> int: ...
+
+
+class Walk:
+    """One pass over the lists of a queue as if what was named had gone: nothing is changed.
+
+    A parent joins when its last resident child has been named. `veto(chunk)` true: the chunk is
+    kept for the end of its list.
+    """
+
+    def __init__(
+        self,
+        policy: Forest,
+        homes: tuple[int, ...],
+        veto: Callable[[int], bool] | None = None,
+    ) -> None:
+        self._policy = policy
+        self._homes = homes
+        self._veto = veto
+        self._left: dict[int, int] = {}  # parent -> children not named yet
+        self._late: list[list[int]] = [[] for _ in homes]
+        self._front: list[list[tuple[float, int, int]]] = [[] for _ in homes]
+        for front, home in zip(self._front, homes, strict=True):
+            policy._top(home)
+            heap = policy._heaps.get(home)
+            if heap:
+                front.append((*heap[0], 0))
+        newest = policy._newest
+        if newest >= 0 and policy._home[newest] in homes and not policy._kids[newest]:
+            self._late[homes.index(policy._home[newest])].append(newest)
+
+    def take(self, which: int) -> int:
+        """The next candidate of list number `which`, or -1."""
+        policy, front, home = self._policy, self._front[which], self._homes[which]
+        heap = policy._heaps.get(home, [])
+        while front:
+            score, chunk, place = heappop(front)
+            if place >= 0:
+                for child in (2 * place + 1, 2 * place + 2):
+                    if child < len(heap):
+                        heappush(front, (*heap[child], child))
+                if (
+                    policy._entry[chunk] != score
+                    or policy._home[chunk] != home
+                    or policy._kids[chunk]
+                ):
+                    continue
+                if policy._score[chunk] != score:
+                    heappush(front, (policy._score[chunk], chunk, _RESOLVED))
+                    continue
+            if self._veto is not None and self._veto(chunk):
+                self._late[which].append(chunk)
+                continue
+            return self._named(chunk)
+        if self._late[which]:
+            return self._named(self._late[which].pop(0))
+        return -1
+
+    def _named(self, chunk: int) -> int:
+        policy = self._policy
+        parent = policy._parent_of(chunk)
+        if parent >= 0:
+            left = self._left.get(parent, policy._kids[parent]) - 1
+            self._left[parent] = left
+            if not left and policy._home[parent] in self._homes:
+                which = self._homes.index(policy._home[parent])
+                heappush(self._front[which], (policy._score[parent], parent, _RESOLVED))
+        return chunk
