@@ -19,6 +19,7 @@ from kvd.core.store import TOUCH_SLICE, Store
 
 _SKIPS = 64  # candidates that are passed over at a time, and then put behind the others
 _DESCENT = 8192  # steps down one hole's subtree at a time
+_SWEEP = 256
 _SCAN = 1024  # rows looked at where a policy fails
 _WAITS = 8  # times that one slot waits for slabs to be emptied
 
@@ -62,6 +63,7 @@ class Evictions:
                 self.assign(slab, size)
                 continue
             store.apply_touches(TOUCH_SLICE)
+            store.sweep(_SWEEP)  # who has only husks below is a leaf
             if self.reclass.due(size) and self.reclass.start(size, must=False):
                 search = Search()
                 record = slabs.take(size)
@@ -71,7 +73,7 @@ class Evictions:
             if found is Found.DONE:
                 self.reclass.evicted(size)
                 spent(store)
-            elif found is Found.AGAIN:
+            elif found is Found.AGAIN or store.husks:
                 if spent(store, 10):
                     yield Pause.SLICE
             elif self.reclass.active(size) and waits < _WAITS:

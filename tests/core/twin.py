@@ -299,6 +299,7 @@ class Twin:
         write = Write(event.session, self.world.now + event.ttl, items)
         if result.write:
             self.writes[result.write] = write
+        self.busy_keys.add((*space, event.parent))
         cap = self.world.config.write_cap
         used = self.write_bytes(event.session)
         for n, hash_ in enumerate(hashes):
