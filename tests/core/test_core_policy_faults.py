@@ -13,7 +13,7 @@ from kvd.eviction import POLICIES
 SLOTS = 128  # of 8 KiB in the world's 1 MiB
 
 
-def fill(world: World, times: int) -> None:
+def fill(world: World, times: int, name: str = "") -> None:
     """Two tenants store several times what fits, and both succeed with all of it."""
     wanted = spec("m", 8 * KIB)
     clients = [world.open("a"), world.open("b")]
@@ -21,7 +21,7 @@ def fill(world: World, times: int) -> None:
         client.register(wanted)
     for number in range(times * SLOTS // 8):
         client = clients[number % 2]
-        assert client.store(wanted, chain((world.policy, number), 8)) == [Outcome.OK] * 8
+        assert client.store(wanted, chain((name, number), 8)) == [Outcome.OK] * 8
         assert world.tier["used_bytes"] <= world.tier["limit_bytes"]
 
 
@@ -35,7 +35,7 @@ def test_every_policy_works_at_the_limit(policy: str) -> None:
     assert world.tier["chunks"] > SLOTS * 0.8
 
 
-@pytest.mark.parametrize("method", ["insert", "touch", "victims", "coldness", "forget", "value"])
+@pytest.mark.parametrize("method", ["insert", "touch", "victims", "coldness", "value"])
 def test_a_policy_that_raises_costs_its_advice_only(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,4 +54,4 @@ def test_a_policy_that_raises_costs_its_advice_only(
     assert world.tier["chunks"] > SLOTS * 0.8
     if method != "value":  # asked only when slabs change their class
         assert world.counter("policy_errors") > 0
-    fill(world, 1)
+    fill(world, 1, "afterwards")
