@@ -130,7 +130,7 @@ class Write(NamedTuple):
 
 class Read(NamedTuple):
     """Fill `into` (writable, exactly the payload's length). Answers OK (`header` is the record as
-    it lies there), MISS, CORRUPT, TIMEOUT, FAILED, OFF; unless OK, what is in `into` is anything."""
+    it lies there), MISS, CORRUPT, TIMEOUT, FAILED, OFF; unless OK, `into` may hold anything."""
 
     token: object
     key: Key

@@ -32,9 +32,12 @@ class BreakerConfig(NamedTuple):
     max_pause_ns: int = 30 * SECOND
 
 
+DEFAULT = BreakerConfig()
+
+
 class Breaker:
     def __init__(
-        self, config: BreakerConfig = BreakerConfig(), chance: Callable[[], float] = random.random
+        self, config: BreakerConfig = DEFAULT, chance: Callable[[], float] = random.random
     ) -> None:
         self._config = config
         self._chance = chance
@@ -91,6 +94,8 @@ class Breaker:
 
     def trip(self, now: int) -> None:
         """Open it now: for errors that no second attempt mends."""
+        if self._state is BreakerState.OPEN:
+            return
         if self._state is BreakerState.CLOSED:
             self._pause = self._config.pause_ns
         else:

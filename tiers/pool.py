@@ -1,0 +1,577 @@
+"""PooledTier: a Tier made of a blocking Backend and a few threads.
+
+The law of this module: each job is completed exactly once, by whoever takes it out of `_live`, and
+never while a backend may still touch its buffer. Workers run jobs; one watch thread does what must
+happen although all workers hang: it expires what is queued, puts spare workers beside stuck ones,
+and sends a probe when an open breaker's pause is over, so that a tier heals without traffic.
+
+Here, and only here, bytes are judged: a read is OK only after its record named the key and its
+digest held over the caller's buffer; a write begins only if its source holds its own digest.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from kvd.chunk import ChunkHeader, HeaderFlag, payload_digest
+from kvd.chunk import State as RecordState
+from kvd.errors import ConfigError
+from kvd.tiers.backend import Backend, Refused, failed
+from kvd.tiers.base import (
+    NEVER,
+    NOWHERE,
+    Answer,
+    Completion,
+    Completions,
+    Delete,
+    Job,
+    Key,
+    Place,
+    Probe,
+    ProbeReport,
+    Read,
+    Reason,
+    Recovered,
+    State,
+    Tier,
+    TierStat,
+    Usage,
+    Write,
+)
+from kvd.tiers.breaker import Breaker, BreakerConfig, BreakerState
+from kvd.tiers.meter import Meter
+
+log = logging.getLogger(__name__)
+
+MS = 1_000_000
+SECOND = 1_000 * MS
+
+
+class PoolConfig(NamedTuple):
+    """`workers` jobs run at a time, `writers` of them at most are writes, so that a load never
+    waits behind a whole batch of demotions."""
+
+    workers: int = 4
+    writers: int = 3
+    spares: int = 4  # workers beyond, while others are stuck
+    stuck_ns: int = 10 * SECOND  # without a deadline, a job that runs longer is stuck
+    probe_ns: int = 10 * SECOND  # a probe's own deadline
+    close_ns: int = 5 * SECOND
+    verify_source: bool = True
+    breaker: BreakerConfig = BreakerConfig()
+
+
+DEFAULT = PoolConfig()
+
+
+class _Heal(NamedTuple):
+    """The watch's own job: nobody waits for it."""
+
+    write: bool
+
+
+_Task = list[Job] | _Heal  # jobs of one kind that run in one call
+
+_KINDS: dict[type, str] = {Write: "write", Read: "read", Delete: "delete", Probe: "probe"}
+# Answers that say something about the medium's health, and which.
+_HEALTHY = {Answer.OK, Answer.EXISTS, Answer.MISS, Answer.CORRUPT, Answer.NO_SPACE}
+_ILL = {Answer.FAILED, Answer.TIMEOUT}
+
+
+class _Worker:
+    __slots__ = ("deadline", "since", "task", "thread")
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self.thread = thread
+        self.task: _Task | None = None
+        self.since = 0
+        self.deadline = NEVER
+
+
+class PooledTier(Tier):
+    def __init__(
+        self,
+        name: str,
+        backend: Backend,
+        completions: Completions,
+        config: PoolConfig = DEFAULT,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.name = name
+        self.backend = backend
+        self.durable = backend.durable
+        self.by_key = backend.by_key
+        self._completions = completions
+        self._config = config
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._watch = threading.Condition(self._lock)
+        self._queues: dict[type, deque[Job]] = {k: deque() for k in _KINDS}
+        self._heals: deque[_Heal] = deque()
+        self._workers: list[_Worker] = []
+        self._watcher: threading.Thread | None = None
+        self._writing = 0
+        self._running = 0  # jobs
+        self._number = 0
+        self._started = self._closed = False
+        self._open = False  # the backend is; if not, a heal opens it
+        self._read_breaker = Breaker(config.breaker)
+        self._write_breaker = Breaker(config.breaker)
+        self._report = ProbeReport("?", "not started")
+        self.meter = Meter()
+
+    # -- life -----------------------------------------------------------------------------------
+
+    def start(self) -> ProbeReport:
+        if self._started:
+            raise ConfigError(f"tier {self.name} is started already")
+        try:
+            self._report = self.backend.open()
+            self._open = True
+        except Refused as refused:
+            self._report = ProbeReport("?", f"not available yet: {refused.detail}")
+            self._failed(refused)
+            log.warning("tier %s is not available yet: %s", self.name, refused.detail)
+        self._started = True
+        with self._lock:
+            if not self._open:
+                now = self._clock()
+                self._read_breaker.trip(now)
+                self._write_breaker.trip(now)
+            for _ in range(self._config.workers):
+                self._hire()
+            self._watcher = threading.Thread(
+                target=self._watch_over, name=f"kvd-tier-{self.name}-watch", daemon=True
+            )
+            self._watcher.start()
+        return self._report
+
+    def recover(self) -> Iterator[Recovered]:
+        if self._open:
+            yield from self.backend.recover()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            left = [job for queue in self._queues.values() for job in queue]
+            for queue in self._queues.values():
+                queue.clear()
+            self._heals.clear()
+            self._work.notify_all()
+            self._watch.notify_all()
+        for job in left:
+            self._complete(job, Answer.OFF, detail=f"tier {self.name} is closed")
+        end = time.monotonic_ns() + self._config.close_ns
+        threads = [worker.thread for worker in self._workers]
+        for thread in [*threads, self._watcher]:
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(max(0.0, (end - time.monotonic_ns()) / SECOND))
+        hung = [t.name for t in threads if t.is_alive()]
+        if hung:  # its descriptors stay open: closed, their numbers would be given to others
+            log.error("tier %s: %d threads hang in the medium, left behind", self.name, len(hung))
+        else:
+            self.backend.close()
+
+    @property
+    def state(self) -> State:
+        if not self._started or self._closed:
+            return State.OFF
+        closed = BreakerState.CLOSED
+        if self._read_breaker.state is closed and self._write_breaker.state is closed:
+            return State.READY
+        return State.DEGRADED
+
+    # -- jobs -----------------------------------------------------------------------------------
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        refused: list[Job] = []
+        with self._lock:
+            now = self._clock()
+            for job in jobs:
+                if self._closed or not self._started or not self._may(type(job), now):
+                    refused.append(job)
+                else:
+                    self._queues[type(job)].append(job)
+            self._work.notify(len(jobs) - len(refused))
+            self._watch.notify()
+        for job in refused:
+            self._complete(job, Answer.OFF, detail=self._why_off(type(job)))
+
+    def _may(self, kind: type, now: int) -> bool:
+        """Whether a job of this kind may be queued: one that would be answered OFF later need not
+        wait for that."""
+        if kind is Probe:
+            return True
+        breaker = self._breaker(kind)
+        return breaker.state is BreakerState.CLOSED or (self._open and breaker.due(now))
+
+    def _why_off(self, kind: type) -> str:
+        if self._closed or not self._started:
+            return f"tier {self.name} is off"
+        return f"tier {self.name} is degraded: {self.meter.last_error}"
+
+    def _breaker(self, kind: type) -> Breaker:
+        return self._read_breaker if kind is Read else self._write_breaker
+
+    # -- workers --------------------------------------------------------------------------------
+
+    def _hire(self) -> None:
+        """Pre: the lock is held."""
+        self._number += 1
+        thread = threading.Thread(name=f"kvd-tier-{self.name}-{self._number}", daemon=True)
+        worker = _Worker(thread)
+        thread.run = lambda: self._serve(worker)  # type: ignore[method-assign]
+        self._workers.append(worker)
+        thread.start()
+
+    def _serve(self, worker: _Worker) -> None:
+        while True:
+            with self._lock:
+                worker.task = None
+                if len(self._workers) > self._config.workers and not self._stuck(self._clock()):
+                    self._workers.remove(worker)  # a spare is not needed any more
+                    return
+                task = self._next()
+                while task is None:
+                    if self._closed:
+                        return
+                    self._work.wait()
+                    task = self._next()
+                jobs = [] if isinstance(task, _Heal) else task
+                writing = sum(type(job) is Write for job in jobs)
+                self._writing += writing
+                self._running += len(jobs)
+                worker.since = self._clock()
+                worker.deadline = min((job.deadline for job in jobs), default=NEVER)
+                worker.task = task
+                self.meter.begin(worker.since)
+            try:
+                if isinstance(task, _Heal):
+                    self._heal(task)
+                else:
+                    self._run(task)
+            finally:
+                with self._lock:
+                    self._writing -= writing
+                    self._running -= len(jobs)
+                    self.meter.end(self._clock())
+                    if writing:
+                        self._work.notify()
+
+    def _next(self) -> _Task | None:
+        """Pre: the lock is held."""
+        if self._heals:
+            return self._heals.popleft()
+        for kind in (Probe, Read, Delete):
+            queue = self._queues[kind]
+            if queue:
+                take = self.backend.delete_batch if kind is Delete else 1
+                return [queue.popleft() for _ in range(min(take, len(queue)))]
+        if self._queues[Write] and self._writing < self._config.writers:
+            return [self._queues[Write].popleft()]
+        return None
+
+    def _run(self, jobs: list[Job]) -> None:
+        now = self._clock()
+        ready = []
+        kind = type(jobs[0])
+        for job in jobs:
+            if job.deadline <= now:
+                self._complete(job, Answer.TIMEOUT, detail="its deadline passed in the queue")
+            else:
+                ready.append(job)
+        if not ready:
+            return
+        if kind is Probe:
+            self._probe(ready[0])
+            return
+        with self._lock:
+            allowed = self._open and self._breaker(kind).allow(now)
+        if not allowed:
+            for job in ready:
+                self._complete(job, Answer.OFF, detail=self._why_off(kind))
+            return
+        try:
+            completions = self._carry_out(kind, ready)
+        except Refused as refused:
+            completions = [self._refusal(job, refused) for job in ready]
+        except Exception as error:
+            log.exception("tier %s: a %s went wrong", self.name, _KINDS[kind])
+            unexpected = failed(Reason.OTHER, f"{type(error).__name__}: {error}")
+            completions = [self._refusal(job, unexpected) for job in ready]
+        elapsed = self._clock() - now
+        self._judge(kind, completions)
+        for done in completions:
+            self._finish(done._replace(elapsed_ns=elapsed))
+
+    def _carry_out(self, kind: type, jobs: list[Job]) -> list[Completion]:
+        job = jobs[0]
+        if isinstance(job, Write):
+            return [self._write(job)]
+        if isinstance(job, Read):
+            return [self._read(job)]
+        deletes = [job for job in jobs if isinstance(job, Delete)]
+        answers = self.backend.delete(
+            [(job.key, job.place) for job in deletes], min(job.deadline for job in deletes)
+        )
+        return [Completion(job, answer) for job, answer in zip(deletes, answers, strict=True)]
+
+    def _write(self, job: Write) -> Completion:
+        header, source = job.header, memoryview(job.source).cast("B")
+        if header.length != len(source) or not header.flags & HeaderFlag.SEALED:
+            return Completion(
+                job, Answer.CORRUPT, detail="the record is not sealed, or of another length"
+            )
+        if self.backend.room(header.length) < 0:
+            return Completion(
+                job,
+                Answer.TOO_LARGE,
+                detail=f"{header.length} bytes can never fit into {self.name}",
+            )
+        if self._config.verify_source and payload_digest(source) != header.digest:
+            return Completion(job, Answer.CORRUPT, detail="the source does not match its digest")
+        ready = header._replace(state=RecordState.READY)
+        stored = self.backend.put(Key.of(header), ready, source, job.deadline)
+        answer = Answer.EXISTS if stored.existed else Answer.OK
+        return Completion(job, answer, place=stored.place, nbytes=len(source))
+
+    def _read(self, job: Read) -> Completion:
+        into = memoryview(job.into).cast("B")
+        problem = ""
+        for attempt in range(self.backend.attempts):
+            if attempt and self._clock() >= job.deadline:
+                break
+            found = self.backend.get(job.key, job.place, into, job.deadline)
+            problem = _mismatch(job.key, found.header, into)
+            if not problem:
+                if attempt:
+                    self.meter.count("mended_reads")
+                return Completion(job, Answer.OK, header=found.header, nbytes=len(into))
+            self.meter.count("mismatched_reads")
+        self.backend.quarantine(job.key, job.place, found.version)
+        self.meter.count("quarantined")
+        log.error("tier %s: chunk %s is quarantined: %s", self.name, job.key.chunk.hex(), problem)
+        return Completion(job, Answer.CORRUPT, detail=problem)
+
+    def _probe(self, job: Job) -> None:
+        now = self._clock()
+        try:
+            if not self._open:
+                self._reopen()
+            self._report = self.backend.probe(
+                min(job.deadline, now + self._config.probe_ns), write=True
+            )
+        except (Refused, ConfigError) as error:
+            refused = _as_refused(error)
+            self._failed(refused)
+            answer = Answer.TIMEOUT if refused.answer is Answer.TIMEOUT else Answer.FAILED
+            self._complete(job, answer, reason=refused.reason, detail=refused.detail)
+            return
+        with self._lock:
+            self._read_breaker.reset()
+            self._write_breaker.reset()
+        self._complete(job, Answer.OK, detail=self._report.detail)
+
+    # -- health ---------------------------------------------------------------------------------
+
+    def _judge(self, kind: type, completions: list[Completion]) -> None:
+        """Tell the breaker how an attempt ended."""
+        answers = {done.answer for done in completions}
+        permanent = any(done.reason in _PERMANENT for done in completions)
+        opened: list[Job] = []
+        with self._lock:
+            breaker = self._breaker(kind)
+            before, now = breaker.opened, self._clock()
+            if answers & _ILL:
+                if permanent:
+                    breaker.trip(now)
+                else:
+                    breaker.failure(now)
+            elif answers & _HEALTHY:
+                breaker.success()
+            else:
+                breaker.abandon()
+            if breaker.opened > before:
+                kinds = (Read,) if kind is Read else (Write, Delete)
+                for other in kinds:
+                    opened += self._queues[other]
+                    self._queues[other].clear()
+                self._watch.notify()
+        if opened or breaker.opened > before:
+            log.warning(
+                "tier %s: %ss pause: %s", self.name, _KINDS[kind], self._detail(completions)
+            )
+        for job in opened:
+            self._complete(job, Answer.OFF, detail=self._why_off(type(job)))
+
+    @staticmethod
+    def _detail(completions: list[Completion]) -> str:
+        return next((done.detail for done in completions if done.detail), "no detail")
+
+    def _heal(self, heal: _Heal) -> None:
+        breaker = self._write_breaker if heal.write else self._read_breaker
+        try:
+            if not self._open:
+                self._reopen()
+            self.backend.probe(self._clock() + self._config.probe_ns, write=heal.write)
+        except (Refused, ConfigError) as error:
+            self._failed(_as_refused(error))
+            with self._lock:
+                breaker.failure(self._clock())
+            return
+        except Exception as error:
+            log.exception("tier %s: a probe went wrong", self.name)
+            self._failed(failed(Reason.OTHER, f"{type(error).__name__}: {error}"))
+            with self._lock:
+                breaker.failure(self._clock())
+            return
+        with self._lock:
+            breaker.success()
+        log.info("tier %s: %s again", self.name, "writes" if heal.write else "reads")
+
+    def _reopen(self) -> None:
+        self._report = self.backend.open()
+        self._open = True
+
+    def _stuck(self, now: int) -> int:
+        """Workers that the medium holds beyond their deadline. Pre: the lock is held."""
+        return sum(
+            worker.task is not None
+            and now > min(worker.deadline + SECOND, worker.since + self._config.stuck_ns)
+            for worker in self._workers
+        )
+
+    def _watch_over(self) -> None:
+        while True:
+            expired: list[Job] = []
+            with self._lock:
+                if self._closed:
+                    return
+                now = self._clock()
+                for kind, queue in self._queues.items():
+                    late = [job for job in queue if job.deadline <= now]
+                    if late:
+                        expired += late
+                        self._queues[kind] = deque(job for job in queue if job.deadline > now)
+                stuck = self._stuck(now)
+                for _ in range(
+                    self._config.workers + min(stuck, self._config.spares) - len(self._workers)
+                ):
+                    log.warning(
+                        "tier %s: %d workers hang; a spare one is put beside", self.name, stuck
+                    )
+                    self.meter.count("stuck_workers")
+                    self._hire()
+                for breaker, write in ((self._read_breaker, False), (self._write_breaker, True)):
+                    if breaker.due(now) and breaker.allow(now):
+                        self._heals.append(_Heal(write))
+                        self._work.notify()
+                if not expired:
+                    self._watch.wait(self._pause(now))
+            for job in expired:
+                self._complete(job, Answer.TIMEOUT, detail="its deadline passed in the queue")
+
+    def _pause(self, now: int) -> float | None:
+        """Seconds until there is something to watch; None: until told. Pre: the lock is held."""
+        if self._running or any(self._queues.values()):
+            return 0.05
+        waits = [
+            b.until - now
+            for b in (self._read_breaker, self._write_breaker)
+            if b.state is BreakerState.OPEN
+        ]
+        return max(0.01, min(waits) / SECOND) if waits else None
+
+    # -- completions ----------------------------------------------------------------------------
+
+    def _refusal(self, job: Job, refused: Refused) -> Completion:
+        if refused.answer is Answer.CORRUPT:
+            self.meter.count("quarantined")
+        return Completion(job, refused.answer, reason=refused.reason, detail=refused.detail)
+
+    def _complete(
+        self, job: Job, answer: Answer, *, reason: Reason = Reason.NONE, detail: str = ""
+    ) -> None:
+        self._finish(Completion(job, answer, reason=reason, detail=detail))
+
+    def _finish(self, done: Completion) -> None:
+        self.meter.done(_KINDS[type(done.job)], done)
+        self._completions.put(done)
+
+    def _failed(self, refused: Refused) -> None:
+        self.meter.error(refused.reason, refused.detail)
+
+    # -- telling --------------------------------------------------------------------------------
+
+    def cost(self, length: int) -> int:
+        return self.backend.cost(length)
+
+    def room(self, length: int) -> int:
+        return self.backend.room(length)
+
+    def to_empty(self, length: int) -> tuple[Place, ...]:
+        return self.backend.to_empty(length)
+
+    def usage(self) -> Usage:
+        return self.backend.usage()
+
+    def stat(self) -> TierStat:
+        meter, report = self.meter, self._report
+        with self._lock:
+            pending = self._running + sum(map(len, self._queues.values()))
+            overdue = self._stuck(self._clock())
+        return TierStat(
+            name=self.name,
+            state=self.state,
+            engine=self.backend.engine if self._open else "?",
+            usage=self.usage(),
+            pending=pending,
+            overdue=overdue,
+            last_error=meter.last_error,
+            last_error_unix_ns=meter.last_error_unix_ns,
+            write_gbps=meter.gbps("write") or report.write_gbps,
+            read_gbps=meter.gbps("read") or report.read_gbps,
+            answers=meter.answers(),
+            reasons=meter.reasons(),
+            bytes_written=meter.nbytes["write"],
+            bytes_read=meter.nbytes["read"],
+            notes={**self.backend.notes(), **meter.notes()},
+        )
+
+
+_PERMANENT = {
+    Reason.CREDENTIALS,
+    Reason.DENIED,
+    Reason.NOT_FOUND,
+    Reason.READ_ONLY,
+    Reason.REGION,
+    Reason.SKEW,
+}
+
+
+def _as_refused(error: Refused | ConfigError) -> Refused:
+    return error if isinstance(error, Refused) else failed(Reason.OTHER, str(error))
+
+
+def _mismatch(key: Key, header: ChunkHeader, into: memoryview) -> str:
+    """What does not hold of a chunk that was read; empty if all does."""
+    if Key.of(header) != key:
+        return "the record that lies there names another chunk"
+    if header.state != RecordState.READY or not header.flags & HeaderFlag.SEALED:
+        return "the record that lies there is not of a finished chunk"
+    if header.length != len(into):
+        return f"the record names {header.length} bytes, {len(into)} were asked"
+    if payload_digest(into) != header.digest:
+        return "the payload does not match its digest"
+    return ""
+
+
+__all__ = ["NOWHERE", "PoolConfig", "PooledTier"]
