@@ -247,15 +247,16 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return
         ranks = {key: told.shape for key, told in metadata.items()}
+        seed = resolve_none_hash_seed(None)
         try:
             spec = spec_of(
                 self._vllm_config, self._options, ranks, self._chunk, len(self._block_tokens),
-                resolve_none_hash_seed(None), vllm.__version__,
+                seed, vllm.__version__,
             )  # fmt: skip
         except (KvdError, OSError) as error:
             log.warning("kvd: this engine runs without kvd: %s", error)
             return
-        self._scheduler.start(spec, len(ranks))
+        self._scheduler.start(spec, len(ranks), seed)
 
     @_hook(lambda: None)
     def on_new_request(self, request: Any) -> None:

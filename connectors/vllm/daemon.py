@@ -21,6 +21,7 @@ __all__ = ["Daemon"]
 log = logging.getLogger("vllm.kvd")  # below "vllm." so that it shows in vLLM's log
 
 _PROBE_S = 2.0
+_LATE_S = 2.0
 
 
 class Daemon:
@@ -31,6 +32,8 @@ class Daemon:
         self._backoff = Backoff(first_s=0.5, most_s=5.0)
         self._probe: Call | None = None
         self._away = False
+        self._late = 0  # the client's count of late answers when all of them are in
+        self._late_until = 0.0
 
     @property
     def away(self) -> bool:
@@ -45,6 +48,25 @@ class Daemon:
         except KvdError as error:
             self.failed(error)
             return None
+
+    def give_up(self, call: Call) -> None:
+        """Nobody wants this answer any more; what it grants is given back when it comes, for which
+        somebody has to `look` as long as one is `expected`."""
+        if not call.done:
+            self._late = max(self._late, self.client.counters.late) + 1
+            self._late_until = time.monotonic() + _LATE_S
+        call.cancel()
+
+    @property
+    def expected(self) -> bool:
+        """Whether an answer to a call that was given up may still come."""
+        if not self._late_until:
+            return False
+        if self.client.counters.late < self._late and time.monotonic() < self._late_until:
+            return True
+        self._late_until = 0.0
+        self._late = 0
+        return False
 
     def look(self) -> None:
         """Take in what has come. Never waits."""

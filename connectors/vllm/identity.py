@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvd.chunk import KVSpec, ShardSpec, canonical_pairs
@@ -21,10 +22,13 @@ from kvd.connectors.vllm.keys import REQUIRED_HASH
 from kvd.connectors.vllm.metadata import RankShape
 from kvd.errors import ConfigError, SpecError
 
-__all__ = ["check_engine", "check_hashing", "group_secret", "spec_of"]
+__all__ = ["check_engine", "check_hashing", "group_secret", "other_seeds", "spec_of"]
 
 # RoPE whose frequencies do not depend on how long an engine lets a sequence become.
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "none", "mrope")
+
+# What PYTHONHASHSEED mostly is, and vLLM's own where it is not set.
+_USUAL_SEEDS = ("vllm-none-hash", "0", "1", "42", "123", "1234", "2024", "2025", "2026")
 
 # Configuration that can't change a byte of KV. What is not listed is part of the identity: an
 # unknown field costs a miss at worst.
@@ -110,6 +114,17 @@ def spec_of(
     )  # fmt: skip
     spec.validate()
     return spec
+
+
+def other_seeds(spec: KVSpec, known: Collection[str], own: str) -> list[str]:
+    """Seeds of vLLM's none-hash, of those that people use, under which engines with otherwise
+    this identity keep chunks. `known`: hex digests of the daemon's specs."""
+    found = []
+    for seed in _USUAL_SEEDS:
+        extra = dict(spec.extra) | {"block_hash": f"{REQUIRED_HASH} {seed}"}
+        if seed != own and replace(spec, extra=canonical_pairs(extra)).digest.hex() in known:
+            found.append(seed)
+    return found
 
 
 def _check_ranks(config: Any, ranks: Mapping[tuple[int, int], RankShape]) -> None:

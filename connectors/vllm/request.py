@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 from kvd.client import Call, Lease
+from kvd.connectors.vllm.daemon import Daemon
 from kvd.connectors.vllm.keys import ChunkKeys
 
 __all__ = ["Entry", "Phase"]
@@ -70,19 +71,19 @@ class Entry:
         lease = self.lease
         return lease is not None and lease.expiry_ns - time.monotonic_ns() > seconds * 1e9
 
-    def let_go(self) -> bool:
-        """Cancel the lookup, release the lease; whether there was a lease."""
+    def let_go(self, daemon: Daemon) -> bool:
+        """Give the lookup up, release the lease; whether there was a lease."""
         call, self.call = self.call, None
         if call is not None:
-            call.cancel()
+            daemon.give_up(call)
         lease, self.lease = self.lease, None
         if lease is not None:
             lease.release()
         return lease is not None
 
-    def restart(self) -> None:
+    def restart(self, daemon: Daemon) -> None:
         """A new life after a preemption or a failed load."""
-        self.let_go()
+        self.let_go(daemon)
         self.phase = Phase.FRESH
         self.leading = self.local = 0
         self.stored = 0  # what was stored answers EXISTS

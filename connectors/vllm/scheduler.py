@@ -17,6 +17,7 @@ from kvd.chunk import NO_PARENT, Kind, KVSpec
 from kvd.client import Client
 from kvd.connectors.vllm.config import Options
 from kvd.connectors.vllm.daemon import Daemon
+from kvd.connectors.vllm.identity import other_seeds
 from kvd.connectors.vllm.keys import Adapters, ChunkKeys
 from kvd.connectors.vllm.metadata import LoadJob, StepPlan, StoreJob, WorkerReport
 from kvd.connectors.vllm.request import Entry, Phase
@@ -48,6 +49,7 @@ class SchedulerSide:
         self._chunk = chunk_tokens
         self._block_tokens = tuple(block_tokens)
         self._hash_block = hash_block
+        self._checked = False  # that the session's namespace is the one that was meant
         self._encoding = b""
         self._shards: tuple[int, ...] = ()
         self._ranks = 1
@@ -59,16 +61,40 @@ class SchedulerSide:
         self._storing: dict[int, tuple[float, int]] = {}  # job -> (begun, ranks to come)
         self._jobs = 0
 
-    def start(self, spec: KVSpec, ranks: int, timeout_s: float = 2.0) -> None:
+    def start(self, spec: KVSpec, ranks: int, seed: str = "", timeout_s: float = 2.0) -> None:
         """From now on requests are served. Waits `timeout_s` for a daemon at most; one that comes
-        later will do."""
+        later will do. `seed`: of vLLM's none-hash, compared with that of other engines."""
         self.spec, self._encoding, self._ranks = spec, spec.encode(), ranks
         self._shards = tuple(range(len(spec.shards)))
         self._most = min(4096, 16384 // len(spec.shards))
         try:
             self._client.register(spec, timeout_s=timeout_s)
+            self._check_namespace()
+            self._compare_seeds(spec, seed, timeout_s)
         except KvdError as error:
             self.daemon.failed(error)
+
+    def _compare_seeds(self, spec: KVSpec, seed: str, timeout_s: float) -> None:
+        rows = self._client.list("specs", limit=1000, timeout_s=timeout_s).rows
+        others = other_seeds(spec, {row["spec"] for row in rows}, seed)
+        if others:
+            log.warning(
+                "kvd: this engine's block hashes start from seed %r (PYTHONHASHSEED, or vLLM's "
+                "default), other engines' of this model from %s: they share nothing. Set "
+                "PYTHONHASHSEED alike, or nowhere", seed, ", ".join(map(repr, others)),
+            )  # fmt: skip
+
+    def _check_namespace(self) -> None:
+        """Once, as soon as there is a session."""
+        wanted = self.options.namespace
+        if self._checked or not wanted:
+            return
+        self._checked = True
+        given = self._client.info().namespace
+        if given != wanted:
+            self.spec = None
+            log.warning("kvd: this engine runs without kvd: the daemon gives it namespace %r, not "
+                        "%r; see token_file", given, wanted)  # fmt: skip
 
     # -- matching -------------------------------------------------------------------------------
 
@@ -88,12 +114,12 @@ class SchedulerSide:
         if not self._serves(entry) or self.options.load_policy == "never" or entry.no_load:
             return 0, False
         if entry.phase in (Phase.SETTLED, Phase.LOADING):
-            entry.restart()
+            entry.restart(self.daemon)
         limit = self._limit(entry)
         if limit * self._chunk - computed < max(self.options.min_load_tokens, 1):
             return 0, False
         if entry.phase is Phase.KNOWN and entry.leading and not self._lease_holds(entry):
-            entry.restart()
+            entry.restart(self.daemon)
         if entry.phase is Phase.FRESH:
             self._look_up(entry)
         if entry.phase is Phase.ASKED:
@@ -141,7 +167,7 @@ class SchedulerSide:
         if entry.phase in (Phase.ASKED, Phase.KNOWN, Phase.FRESH):
             if entry.phase is Phase.KNOWN:
                 entry.stored = max(entry.stored, entry.leading)
-            if entry.let_go():
+            if entry.let_go(self.daemon):
                 self.counts.add("unused_matches")
             entry.phase = Phase.SETTLED
 
@@ -149,7 +175,7 @@ class SchedulerSide:
         entry = self._entries.get(request.request_id)
         if entry is None or entry.request is not request:
             if entry is not None:  # an id that was used before
-                entry.let_go()
+                entry.let_go(self.daemon)
             entry = Entry(request, self._keys_of(request))
             self._entries[request.request_id] = entry
         return entry
@@ -210,7 +236,7 @@ class SchedulerSide:
             if time.monotonic_ns() < entry.give_up_ns:
                 return
             self.counts.add("lookup_timeouts")
-            entry.let_go()
+            entry.let_go(self.daemon)
             entry.phase = Phase.KNOWN
             self.daemon.failed(Unavailable("a lookup was not answered in time"))
             return
@@ -226,11 +252,17 @@ class SchedulerSide:
         else:
             self.daemon.worked()
             entry.lease, entry.leading = found.lease, found.leading if found.lease else 0
+            self._check_namespace()
+            if self.spec is None:
+                entry.let_go(self.daemon)
+                entry.leading = 0
 
     # -- a step ---------------------------------------------------------------------------------
 
     def plan(self, output: Any) -> StepPlan:
         """The work of this step. Per-step state begins anew."""
+        if self.daemon.expected:
+            self.daemon.look()
         loads, self._loads = self._loads, []
         written, self._written = self._written, set()
         stores: list[StoreJob] = []
@@ -302,7 +334,7 @@ class SchedulerSide:
             entry = self._entries.get(name)
             if entry is None or entry.phase is not Phase.LOADING:
                 continue
-            entry.let_go()
+            entry.let_go(self.daemon)
             entry.phase = Phase.SETTLED
             if name in lost or not invalid.isdisjoint(entry.load_blocks):
                 entry.no_load = True  # or it would be tried for ever
@@ -329,12 +361,15 @@ class SchedulerSide:
             entry.ended = True  # the lease is needed until the workers are through
             return
         del self._entries[request.request_id]
-        if entry.let_go():
+        if entry.let_go(self.daemon):
             self.counts.add("unused_matches")
 
     @property
     def has_push_work(self) -> bool:
-        """Stores are on their way, and not for longer than they may be."""
+        """Stores are on their way, and not for longer than they may be; or a grant that nobody
+        wants any more."""
+        if self.daemon.expected:
+            return True
         if not self._storing:
             return False
         oldest = min(begun for begun, _ in self._storing.values())
@@ -346,7 +381,7 @@ class SchedulerSide:
             return True
         for entry in self._entries.values():
             if entry.phase in (Phase.ASKED, Phase.KNOWN):
-                entry.restart()
+                entry.restart(self.daemon)
         try:
             selector = m.Selector(spec=self.spec.digest)
             self._client.evict(selector, timeout_s=self.options.load_deadline_s)
@@ -357,7 +392,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         for entry in self._entries.values():
-            entry.let_go()
+            entry.let_go(self.daemon)
         self._entries.clear()
         self._client.close()
 

@@ -22,7 +22,7 @@ from kvd.connectors.vllm.metadata import LoadJob, StepPlan, StoreJob, WorkerRepo
 from kvd.connectors.vllm.mover import Mover
 from kvd.connectors.vllm.paging import HostCopier, Pages
 from kvd.connectors.vllm.stats import Counts
-from kvd.errors import ClientClosed, DeadlineExceeded, KvdError, LeaseLost, Unavailable
+from kvd.errors import AuthError, ClientClosed, DeadlineExceeded, KvdError, LeaseLost, Unavailable
 
 __all__ = ["WorkerSide"]
 
@@ -330,6 +330,9 @@ class WorkerSide:
         if self._spec is None or self._spec[0] != encoding:
             spec = KVSpec.decode(encoding)
             handle = self._client.register(spec, timeout_s=timeout_s)
+            wanted, given = self._options.namespace, self._client.info(timeout_s).namespace
+            if wanted and given != wanted:
+                raise AuthError(f"the daemon gives this worker namespace {given!r}, not {wanted!r}")
             self._spec = (encoding, handle, spec.shard_index(*self._place))
         return self._spec[1], self._spec[2]
 

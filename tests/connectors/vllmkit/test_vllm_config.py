@@ -79,7 +79,7 @@ def test_a_chunk_is_as_many_blocks_as_fit(blocks: list[int], chunk: int) -> None
 
 def test_a_chunk_size_that_does_not_fit_is_refused_with_those_that_do() -> None:
     """K147."""
-    with pytest.raises(ConfigError, match="multiple of 544.*: 544, 1088, 1632"):
+    with pytest.raises(ConfigError, match=r"multiple of 544.*: 544, 1088, 1632"):
         chunk_size(256, [544], 544)
     assert chunk_size(1088, [544], 544) == 1088
     assert chunk_size(0, [16, 24], 8) == 240

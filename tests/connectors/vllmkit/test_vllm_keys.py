@@ -41,7 +41,7 @@ def lora(name: str) -> Any:
 def test_keys_are_equal_only_if_everything_is(at, token, salts, names, adapters) -> None:
     """K47, and K15's part here: token, salt, adapter and the adapter's content each lead to
     another key from the chunk on in which they differ."""
-    changed = TOKENS[:at] + [token] + TOKENS[at + 1 :]
+    changed = [*TOKENS[:at], token, *TOKENS[at + 1 :]]
     one = keys(TOKENS, adapters[0], salt=salts[0], lora=lora(names[0]))
     two = keys(changed, adapters[1], salt=salts[1], lora=lora(names[1]))
     apart = salts[0] != salts[1] or names[0] != names[1] or adapters[0] != adapters[1]
@@ -171,3 +171,16 @@ def test_ranks_that_do_not_fit_together_are_refused() -> None:
 
 def test_engines_have_secrets_of_their_own() -> None:
     assert group_secret("a") != group_secret("b") and len(group_secret("a")) == 32
+
+
+def test_engines_whose_hashes_start_from_another_seed_are_told_so_once(
+    daemon: DaemonProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = list(range(3000, 3200))
+    with Engine(daemon.socket, Shape(), name="seed", chunk_tokens=CHUNK, weights="s") as engine:
+        engine.ask("a", tokens)
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    with Engine(daemon.socket, Shape(), name="seed7", chunk_tokens=CHUNK, weights="s") as engine:
+        assert engine.ask("a", tokens) == 0
+    said = [r.getMessage() for r in caplog.records if "share nothing" in r.getMessage()]
+    assert len(said) == 1 and "'7'" in said[0] and "'vllm-none-hash'" in said[0]
