@@ -14,6 +14,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class Policy(ABC):
     """Order of eviction among the chunks of one tier. One instance, one thread.
@@ -35,26 +38,28 @@ class Policy(ABC):
 
     def load(
         self,
-        order: Sequence[int],
-        born: Sequence[int],
+        order: NDArray[np.int64],
+        born: NDArray[np.int64],
         *,
-        parents: Sequence[int],
+        parents: NDArray[np.int64],
         queue: int,
         size: int,
         ghost: Callable[[int], int],
     ) -> None:
         """Many chunks of one queue became resident at once, after a restart. `order`: coldest
         first, each before its ancestors; `born`: when each was stored, ns; `parents` as for
-        `insert`; `ghost(chunk)` tells a chunk's digest. Pre: none of them is in the policy. Without a faster way, they
-        are inserted one by one in the order of their birth, ancestors first among equals."""
-        for n in sorted(range(len(order)), key=lambda n: (born[n], -n)):
+        `insert`; `ghost(chunk)` tells a chunk's digest. Pre: none of them is in the policy.
+        Without a faster way, they are inserted one by one in the order of their birth, ancestors
+        first among equals."""
+        for n in np.lexsort((-np.arange(len(order)), born)).tolist():
+            chunk = int(order[n])
             self.insert(
-                order[n],
-                parent=parents[n],
+                chunk,
+                parent=int(parents[n]),
                 queue=queue,
                 size=size,
-                ghost=ghost(order[n]),
-                now=born[n],
+                ghost=ghost(chunk),
+                now=int(born[n]),
             )
 
     @abstractmethod

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvd.eviction.base import Policy
 
@@ -45,26 +46,26 @@ class Lru(Policy):
 
     def load(
         self,
-        order: Sequence[int],
-        born: Sequence[int],
+        order: NDArray[np.int64],
+        born: NDArray[np.int64],
         *,
-        parents: Sequence[int],
+        parents: NDArray[np.int64],
         queue: int,
         size: int,
         ghost: Callable[[int], int],
     ) -> None:
         if not len(order):
             return
-        rows = np.asarray(order, np.int64)
-        if int(rows.max()) >= len(self._queue):
-            self._grow(int(rows.max()) + 1)
+        rows = order
+        first, last = int(rows[0]), int(rows[-1])
+        self._grow(int(rows.max()) + 1)
         if queue in self._hottest:  # what is here already stays the colder part
             before = self._hottest[queue]
-            self._hotter[before] = order[0]
+            self._hotter[before] = first
         else:
             before = ABSENT
-            self._coldest[queue] = order[0]
-        self._hottest[queue] = order[-1]
+            self._coldest[queue] = first
+        self._hottest[queue] = last
         colder = np.frombuffer(self._colder, np.int32)
         hotter = np.frombuffer(self._hotter, np.int32)
         colder[rows[1:]] = rows[:-1]
@@ -73,8 +74,7 @@ class Lru(Policy):
         hotter[rows[-1]] = ABSENT
         np.frombuffer(self._queue, np.int32)[rows] = queue
         # who stands hotter than a chunk was used as late as that one
-        used = np.maximum.accumulate(np.asarray(born, np.int64))
-        np.frombuffer(self._used, np.int64)[rows] = used
+        np.frombuffer(self._used, np.int64)[rows] = np.maximum.accumulate(born)
         self._len += len(rows)
 
     def touch(self, chain: Sequence[int], now: int) -> None:
@@ -175,6 +175,8 @@ class Lru(Policy):
         self._hottest[queue] = chunk
 
     def _grow(self, need: int) -> None:
+        if need <= len(self._queue):
+            return
         more = max(need - len(self._queue), 4096)
         self._colder.extend(array("i", [ABSENT]) * more)
         self._hotter.extend(array("i", [ABSENT]) * more)

@@ -23,11 +23,13 @@ from kvd.core.config import SECOND_NS
 from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.slabs import DETACHED
 from kvd.core.spaces import Space
-from kvd.core.store import Store, ghost
+from kvd.core.store import Store
 from kvd.core.writes import Writes
 
 _STRIDE = 8192
-_UNKNOWN = bytes(16)  # owner of slots whose record does not hold: any earlier session might write there
+_UNKNOWN = bytes(
+    16
+)  # owner of slots whose record does not hold: any earlier session might write there
 
 Rows = NDArray[np.int64]
 
@@ -222,26 +224,21 @@ class Adoption:
         mine, shard = mine[good], shard[good]
         if not len(mine):
             return np.zeros((0, 2), np.int64), mine
-        if space.shards > 1:
-            wanted = len(np.unique(_word(records["chunk"], mine))) * space.shards
-            if wanted > cells.left:
-                self._reject(where[mine], "geometry")
-                return np.zeros((0, 2), np.int64), mine[:0]
-        # by first byte of the key, so that each part of the index is filled at once
-        keys = records["chunk"][mine]
-        order = np.argsort(_bytes(keys)[:, 0], kind="stable")
-        mine, shard, keys = mine[order], shard[order], keys[order]
-        row, firsts = self._index(space, keys, _bytes(keys)[:, 0])
+        words = _bytes(records["chunk"][mine]).view(np.uint64)
+        place, firsts = self._chunks(words, space)
         lead = mine[firsts]  # the record that describes each chunk
         count = len(lead)
-        base = len(chunks.keys) - count
+        base, first = chunks.take_rows(count), cells.take_rows(count * space.shards)
+        if NONE in (base, first):
+            self._reject(where[mine], "geometry")
+            return np.zeros((0, 2), np.int64), mine[:0]
+        row = base + place
+        self._describe(space, records, lead, base, words[firsts])
+        store.index.load(base, count)
         keep = self._consistent(records, mine, lead[row - base], row, shard, space)
-        self._describe(space, records, lead, base)
         keep &= self._link(space, records, mine, lead, base, row)
         self._reject(where[mine[~keep]], "chain")
         mine, shard, row = mine[keep], shard[keep], row[keep]
-        first = cells.take_rows(count * space.shards)
-        assert first != NONE
         rows = np.arange(base, base + count)
         chunks.np_cell[rows] = first + np.arange(count) * space.shards
         cells.np_chunk[first : first + count * space.shards] = np.repeat(rows, space.shards)
@@ -265,39 +262,20 @@ class Adoption:
             store.settle(empty)
         return np.stack([where[mine], cell], axis=1), there
 
-    def _index(
-        self, space: Space, keys: NDArray[Any], head: NDArray[np.uint8]
-    ) -> tuple[Rows, Rows]:
-        """New rows for keys that are ordered by first byte: (row of each key, position of each
-        row's first key)."""
-        chunks = self._store.chunks
-        packed = keys.tobytes()
-        base = len(chunks.keys)
-        row = np.empty(len(keys), np.int64)
-        firsts: list[int] = []
-        edges = np.searchsorted(head, np.arange(257)).tolist()
-        for byte in range(256):
-            begin, end = edges[byte], edges[byte + 1]
-            if begin == end:
-                continue
-            part: dict[bytes, int] = {}
-            some = [packed[at : at + 32] for at in range(32 * begin, 32 * end, 32)]
-            number = base + len(firsts)
-            if len(set(some)) == len(some):
-                part = dict(zip(some, range(number, number + len(some)), strict=True))
-                row[begin:end] = np.arange(number, number + len(some))
-                firsts += range(begin, end)
-                chunks.keys += some
-            else:
-                for n, key in enumerate(some):
-                    known = part.get(key)
-                    if known is None:
-                        known = part[key] = base + len(firsts)
-                        firsts.append(begin + n)
-                        chunks.keys.append(key)
-                    row[begin + n] = known
-            space.fill(byte, part)
-        return row, np.array(firsts, np.int64)
+    def _chunks(self, words: NDArray[np.uint64], space: Space) -> tuple[Rows, Rows]:
+        """Records by chunk, from their keys as [records, 4] words: (number of each record's
+        chunk, first record of each chunk)."""
+        mark = self._store.index.mix(words, space.number)
+        order = np.argsort(mark, kind="stable")
+        mark = mark[order]
+        same = mark[1:] == mark[:-1]
+        if not same.any():
+            return np.arange(len(words)), np.arange(len(words))
+        same &= (words[order[1:]] == words[order[:-1]]).all(axis=1)
+        starts = np.concatenate(([True], ~same))
+        place = np.empty(len(words), np.int64)
+        place[order] = np.cumsum(starts) - 1
+        return place, order[starts]
 
     def _consistent(
         self,
@@ -310,7 +288,9 @@ class Adoption:
     ) -> NDArray[np.bool_]:
         """Which records say of their chunk what its first record says; one for each shard."""
         keep = np.ones(len(mine), bool)
-        if int(row[-1]) - int(row[0]) + 1 < len(row):  # several records of one chunk
+        if len(lead) and int(row.max()) - int(row.min()) + 1 < len(
+            row
+        ):  # several records of one chunk
             for name in ("parent", "fingerprint"):
                 keep &= (_bytes(records[name][mine]) == _bytes(records[name][lead])).all(axis=1)
             for name in ("index", "tokens", "pos0"):
@@ -323,10 +303,18 @@ class Adoption:
             keep &= once
         return keep
 
-    def _describe(self, space: Space, records: NDArray[np.void], lead: Rows, base: int) -> None:
+    def _describe(
+        self,
+        space: Space,
+        records: NDArray[np.void],
+        lead: Rows,
+        base: int,
+        words: NDArray[np.uint64],
+    ) -> None:
         chunks, now = self._store.chunks, self._store.now
         rows = slice(base, base + len(lead))
         chunks.np_space[rows] = space.number
+        chunks.np_key[rows] = words
         chunks.np_child[rows] = chunks.np_cell[rows] = NONE
         chunks.np_print[rows] = _bytes(records["fingerprint"][lead]).view(np.uint64)
         chunks.np_index[rows] = index = records["index"][lead]
@@ -359,9 +347,7 @@ class Adoption:
         parents = records["parent"][lead]
         rooted = (_bytes(parents) == 0).all(axis=1)
         parent = np.full(count, NONE, np.int64)
-        # in the order of the index's parts, so that each stays in the processor's cache
         some = np.flatnonzero(~rooted)
-        some = some[np.argsort(_bytes(parents[some])[:, 0], kind="stable")]
         for begin in range(0, len(some), _STRIDE):
             stride = some[begin : begin + _STRIDE]
             parent[stride] = space.get_many(parents[stride].tobytes())
@@ -417,17 +403,14 @@ class Adoption:
         queue = space.queues[1]
         store.residents[queue] += len(rows)
         order = self._coldest_first(rows)
-        born = chunks.np_last[order].tolist()
-        parents = chunks.np_parent[order].tolist()
-        keys = chunks.keys
         store.guard(
             lambda: store.policy.load(
-                order.tolist(),
-                born,
-                parents=parents,
+                order,
+                chunks.np_last[order],
+                parents=chunks.np_parent[order].astype(np.int64),
                 queue=queue,
                 size=space.chunk_slot_bytes,
-                ghost=lambda row: ghost(keys[row]),
+                ghost=store.ghost,
             )
         )
 

@@ -44,7 +44,8 @@ class Chunks:
     def __init__(self, rows: int) -> None:
         self.rows = rows
         n = rows + 1
-        self.keys: list[bytes | None] = []  # chunk hash; the index holds the same objects
+        self.np_key = np.zeros((n, 4), np.uint64)  # chunk hash
+        self.key = self.np_key.reshape(-1).view(np.uint8).data
         self.np_print = np.zeros((n, 2), np.uint64)  # fingerprint
         self.print = self.np_print.reshape(-1).view(np.uint8).data
         self.np_parent, self.parent = column(n, np.int32)  # id or NONE
@@ -65,25 +66,37 @@ class Chunks:
         self.np_bad, self.bad = column(n, np.uint16)  # shards in quarantine
         self.odd_pos0: dict[int, int] = {}  # where pos0 is not index * chunk_tokens
         self._free = array("i")
+        self._used = 0
         self.ready[rows] = 1
 
     @property
     def used(self) -> int:
         """Rows up to here may be in use."""
-        return len(self.keys)
+        return self._used
+
+    def key_of(self, row: int) -> bytes:
+        """The 32-byte hash of a row."""
+        return bytes(self.key[32 * row : 32 * row + 32])
 
     def take(self) -> int:
         """A free row, or NONE."""
         if self._free:
             return self._free.pop()
-        row = len(self.keys)
+        row = self._used
         if row >= self.rows:
             return NONE
-        self.keys.append(None)
+        self._used = row + 1
+        return row
+
+    def take_rows(self, count: int) -> int:
+        """The first of `count` rows that were never used, or NONE. For adoption."""
+        row = self._used
+        if row + count > self.rows:
+            return NONE
+        self._used = row + count
         return row
 
     def give(self, row: int) -> None:
-        self.keys[row] = None
         self.space[row] = 0
         self.odd_pos0.pop(row, None)
         self._free.append(row)

@@ -20,6 +20,7 @@ class CoreConfig:
     slab_size: int
     arena: int = 0  # number of the arena in slot references
     unix_offset_ns: int = 0
+    seed: int = 0  # of the index; a secret, so that no client can choose keys that collide
     lease_default_ns: int = 30 * SECOND_NS
     lease_max_ns: int = 600 * SECOND_NS
     ttl_default_ns: int = 30 * SECOND_NS

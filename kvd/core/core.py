@@ -126,6 +126,7 @@ class Core:
         self._adoption.run(
             slot_sizes, records, numbers, namespaces, specs, locked, lease_horizon, suspects
         )
+        self._leases.horizon = lease_horizon
         self._seals.pump()
         return store.out
 

@@ -46,7 +46,7 @@ class Evictions:
         self.reclass = Reclass(store, jobs, self.legal, self.assign)
         self._hand = 0  # of the scan
         # the next to go under a hole, so that a long chain is not walked down for each: by queue
-        self._under: dict[int, tuple[int, bytes | None, int, bytes | None]] = {}
+        self._under: dict[int, tuple[int, bytes, int, bytes]] = {}
 
     def slot(self, size: int) -> Work[int]:
         """A slot of a class, taken, as a record number; -1 if nothing can make room now."""
@@ -185,13 +185,14 @@ class Evictions:
     def _orphan(self, queue: int) -> int:
         """A legal leaf under a hole, or NONE."""
         store = self._store
-        keys = store.chunks.keys
+        chunks = store.chunks
         holes = store.holes[queue]
         if not holes:
             return NONE
         if queue in self._under:
             hole, hole_key, row, key = self._under.pop(queue)
-            if hole in holes and keys[hole] is hole_key and keys[row] is key and row != hole:
+            same = chunks.key_of(hole) == hole_key and chunks.key_of(row) == key
+            if hole in holes and same and row != hole:
                 leaf = self._leaf(row)
                 if leaf != NONE:
                     return self._found(queue, hole, leaf)
@@ -204,9 +205,9 @@ class Evictions:
         return NONE
 
     def _found(self, queue: int, hole: int, leaf: int) -> int:
-        keys = self._store.chunks.keys
-        above = self._store.chunks.parent[leaf]
-        self._under[queue] = (hole, keys[hole], above, keys[above])
+        chunks = self._store.chunks
+        above = chunks.parent[leaf]
+        self._under[queue] = (hole, chunks.key_of(hole), above, chunks.key_of(above))
         return leaf
 
     def _leaf(self, top: int) -> int:

@@ -65,7 +65,7 @@ class Leases:
         self._store = store
         self.by_number: dict[int, Lease] = {}
         self.ended: Callable[[Lease], None] = lambda lease: None  # told before a lease ends
-        self._horizon = 0
+        self.horizon = 0
 
     # -- lookup ---------------------------------------------------------------------------------
 
@@ -86,10 +86,11 @@ class Leases:
         if asked == 1:
             return self._one(session, space, shards, hashes, fingerprints, flags, lease_ns)
         ids = space.get_many(hashes)
+        missing = np.flatnonzero(ids < 0)
         upto = asked
-        if not every and NONE in ids:
-            upto = ids.index(NONE)
-        rows = np.array(ids if upto == asked else ids[:upto], np.int64)
+        if len(missing) and not every:
+            upto = int(missing[0])
+        rows = ids[:upto]
         good = self._good(space, shards, rows, fingerprints)
         run = good
         if space.chained:
@@ -206,13 +207,13 @@ class Leases:
         self,
         space: Space,
         shards: tuple[int, ...],
-        ids: list[int],
+        ids: Rows | list[int],
         at: int,
         fingerprints: bytes | None,
     ) -> Outcome:
         """Outcome of a key that is no hit; counted."""
         fingerprint = None if fingerprints is None else fingerprints[16 * at : 16 * at + 16]
-        why = self._why(space, shards, ids[at], fingerprint)
+        why = self._why(space, shards, int(ids[at]), fingerprint)
         counts = self._store.counters.tenant(space.namespace)
         counts["chunks_missed", why] += 1
         if why == "mismatch":
@@ -223,7 +224,7 @@ class Leases:
         self,
         space: Space,
         shards: tuple[int, ...],
-        ids: list[int],
+        ids: Rows,
         leading: int,
         fingerprints: bytes | None,
     ) -> bytes:
@@ -241,7 +242,7 @@ class Leases:
         self,
         space: Space,
         shards: tuple[int, ...],
-        ids: list[int],
+        ids: Rows,
         good: NDArray[np.bool_],
         fingerprints: bytes | None,
     ) -> bytes:
@@ -296,9 +297,9 @@ class Leases:
             store.timers.remove(lease.expiry, "lease", lease.number)
         lease.expiry = store.now + length
         store.timers.add(lease.expiry, "lease", lease.number)
-        if lease.expiry > self._horizon:
-            self._horizon = lease.expiry + config.horizon_slack_ns
-            store.out.append(LeaseHorizon(self._horizon))
+        if lease.expiry > self.horizon:
+            self.horizon = lease.expiry + config.horizon_slack_ns
+            store.out.append(LeaseHorizon(self.horizon))
 
     def find(self, session: Session, number: int) -> Lease | None:
         """A lease that this session may use now."""

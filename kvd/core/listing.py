@@ -196,9 +196,7 @@ class Listing:
                 if root == NONE:
                     done = budget > 0
                     return ListResult(rows, None if done else -budget)
-                key = chunks.keys[root]
-                assert key is not None
-                walk = Walk(store.spaces.of(chunks.space[root]), key)
+                walk = Walk(store.spaces.of(chunks.space[root]), chunks.key_of(root))
                 walk.after = at = root + 1
             budget = self._sum(walk, budget)
             if walk.next is not None:
@@ -228,8 +226,7 @@ class Listing:
         return NONE, max(budget, 1)
 
     def _root_matches(self, row: int, selector: Selector) -> bool:
-        key = self._store.chunks.keys[row]
-        assert key is not None
+        key = self._store.chunks.key_of(row)
         if selector.keys and key not in selector.keys:
             return False
         if selector.subtree is not None and key != selector.subtree:
@@ -294,14 +291,12 @@ class Listing:
     def chunk_row(self, row: int) -> dict[str, Any]:
         store, chunks = self._store, self._store.chunks
         space = store.spaces.of(chunks.space[row])
-        key = chunks.keys[row]
-        assert key is not None
         born = chunks.born[row] * 1_000_000_000
         return {
             "namespace": space.namespace,
             "spec": space.digest.hex(),
             "kind": Kind(space.kind).name.lower(),
-            "hash": key.hex(),
+            "hash": chunks.key_of(row).hex(),
             "parent": store.parent_hash(row).hex(),
             "index": chunks.index[row],
             "tokens": chunks.tokens[row],
@@ -347,9 +342,8 @@ class Listing:
         store, chunks = self._store, self._store.chunks
         if not chunks.space[row] or store.is_empty(row):
             return False
-        key = chunks.keys[row]
-        assert key is not None
-        if selector.key_prefix is not None and not key.startswith(selector.key_prefix):
+        prefix = selector.key_prefix
+        if prefix is not None and not chunks.key_of(row).startswith(prefix):
             return False
         if selector.idle_ns is not None and store.now - chunks.last[row] < selector.idle_ns:
             return False
@@ -372,7 +366,7 @@ class Listing:
             else:
                 sibling = chunks.next[row]
                 after = chunks.parent[row] if sibling == NONE else self._deepest(sibling)
-                walk.next = chunks.keys[after]
+                walk.next = chunks.key_of(after)
             key = walk.next
             yield row
             if key is None:

@@ -1,8 +1,7 @@
 """Spaces: all chunks of one (namespace, spec, kind), and the specs that are known.
 
 The law of this module: a key is looked up in the asker's own space only, so a foreign key is a
-miss like any other. The index of a space is 256 dictionaries by the key's first byte: a dictionary
-of a million keys stops for 30 ms when it grows, one of four thousand for 0.1 ms.
+miss like any other.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from collections.abc import Sequence
 from kvd.chunk import Kind, KVSpec, namespace_digest
 from kvd.core.columns import NONE
 from kvd.core.config import slot_size
-
-_EMPTY: dict[bytes, int] = {}  # stands for every dictionary that has no key yet; never written
+from kvd.core.index import Index, Rows
 
 
 class Space:
-    """What is common to its chunks, its index and its sums."""
+    """What is common to its chunks, and its sums."""
 
-    def __init__(self, number: int, namespace: str, spec: KVSpec, kind: int) -> None:
+    def __init__(self, number: int, namespace: str, spec: KVSpec, kind: int, index: Index) -> None:
+        self._index = index
         self.number = number
         self.namespace = namespace
         self.spec = spec
@@ -36,44 +35,21 @@ class Space:
         self.chunks = 0  # with at least one shard that is ready or in quarantine
         self.bytes = 0  # payload bytes of those shards
         self.hits = 0
-        self._index: list[dict[bytes, int]] = [_EMPTY] * 256
 
     def get(self, key: bytes) -> int:
-        """Chunk id, or NONE."""
-        return self._index[key[0]].get(key, NONE)
+        """Row of a key, or NONE."""
+        return self._index.get(self.number, key)
 
-    def get_many(self, hashes: bytes) -> list[int]:
-        """Ids (or NONE) of packed 32-byte keys."""
-        index = self._index
-        none = NONE
-        keys = [hashes[at : at + 32] for at in range(0, len(hashes), 32)]
-        return [index[key[0]].get(key, none) for key in keys]
-
-    def put(self, key: bytes, chunk: int) -> None:
-        part = self._index[key[0]]
-        if part is _EMPTY:
-            part = self._index[key[0]] = {}
-        part[key] = chunk
-
-    def remove(self, key: bytes) -> None:
-        del self._index[key[0]][key]
-
-    def fill(self, first_byte: int, part: dict[bytes, int]) -> None:
-        """All keys with one first byte at once, for adoption. Pre: there are none yet."""
-        self._index[first_byte] = part
-
-    def first(self, start: int = 0) -> int:
-        """Any chunk id, or NONE."""
-        for part in self._index[start:]:
-            for chunk in part.values():
-                return chunk
-        return NONE
+    def get_many(self, hashes: bytes) -> Rows:
+        """Rows (or NONE) of packed 32-byte keys."""
+        return self._index.get_many(self.number, hashes)
 
 
 class Spaces:
     """All spaces by number (from 1), and the registry of specs and namespaces."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: Index) -> None:
+        self._index = index
         self.specs: dict[bytes, KVSpec] = {}
         self.namespaces: dict[str, None] = {}
         self.version = 0  # rises when a spec or namespace is new
@@ -104,7 +80,7 @@ class Spaces:
         if found is not None:
             return found
         number = len(self.by_number)
-        space = Space(number, namespace, self.specs[spec], kind)
+        space = Space(number, namespace, self.specs[spec], kind, self._index)
         space.queues = (
             self._queue(namespace, space.classes, False),
             self._queue(namespace, space.classes, True),

@@ -17,6 +17,7 @@ from kvd.core.actions import Action, PatchRecord, WriteRecord
 from kvd.core.columns import NONE, Cells, Chunks
 from kvd.core.config import SECOND_NS, CoreConfig
 from kvd.core.counters import Counters
+from kvd.core.index import Index
 from kvd.core.sessions import Sessions
 from kvd.core.slabs import DETACHED, Slabs
 from kvd.core.spaces import Space, Spaces
@@ -25,11 +26,6 @@ from kvd.eviction.base import Policy
 
 _NO_ID = bytes(16)
 TOUCH_SLICE = 1024  # chunks whose recency is applied at once
-
-
-def ghost(key: bytes | None) -> int:
-    """64 bits that stand for a key in a policy's memory of what it evicted."""
-    return 0 if key is None else int.from_bytes(key[8:16], "little")
 
 
 class Store:
@@ -41,7 +37,8 @@ class Store:
         self.chunks = Chunks(config.rows)
         self.cells = Cells(config.rows)
         self.slabs = Slabs(config)
-        self.spaces = Spaces()
+        self.index = Index(self.chunks, config.seed)
+        self.spaces = Spaces(self.index)
         self.sessions = Sessions()
         self.counters = Counters()
         self.timers = Timers()
@@ -94,14 +91,14 @@ class Store:
         row = chunks.take()
         if row == NONE:
             return NONE
-        chunks.keys[row] = key
+        chunks.key[32 * row : 32 * row + 32] = key
         chunks.space[row] = space.number
         chunks.index[row] = index
         chunks.child[row] = NONE
         chunks.cell[row] = NONE
         chunks.ready[row] = chunks.writing[row] = chunks.bad[row] = 0
         chunks.leases[row] = chunks.hits[row] = chunks.flags[row] = 0
-        space.put(key, row)
+        self.index.put(row)
         self.link(row, parent)
         return row
 
@@ -142,9 +139,7 @@ class Store:
         parent = self.chunks.parent[row]
         if parent == NONE:
             return NO_PARENT
-        key = self.chunks.keys[parent]
-        assert key is not None
-        return key
+        return self.chunks.key_of(parent)
 
     def ancestors(self, row: int) -> Iterator[int]:
         """The chunk, its parent, and so on."""
@@ -180,9 +175,7 @@ class Store:
             return
         self.holes[space.queues[0]].pop(row, None)
         self.unlink(row)
-        key = chunks.keys[row]
-        assert key is not None
-        space.remove(key)
+        self.index.remove(row)
         chunks.give(row)
 
     def sweep(self, budget: int) -> int:
@@ -223,14 +216,13 @@ class Store:
         self.holes[space.queues[0]].pop(row, None)
         self.bad[queue].pop(row, None)
         self.residents[queue] += 1
-        key = chunks.keys[row]
         self.guard(
             lambda: self.policy.insert(
                 row,
                 parent=chunks.parent[row],
                 queue=queue,
                 size=space.chunk_slot_bytes,
-                ghost=ghost(key),
+                ghost=self.ghost(row),
                 now=self.now,
             )
         )
@@ -308,8 +300,6 @@ class Store:
         row = cells.chunk[cell]
         space = self.spaces.of(chunks.space[row])
         shard = cell - chunks.cell[row]
-        key = chunks.keys[row]
-        assert key is not None
         sealed = cells.marks[cell] & col.SEALED
         index = chunks.index[row]
         return ChunkHeader(
@@ -317,7 +307,7 @@ class Store:
             state,
             space.namespace_digest,
             space.digest,
-            key,
+            chunks.key_of(row),
             self.parent_hash(row),
             shard,
             space.shards,
@@ -339,20 +329,22 @@ class Store:
         header = self.header(cell, state, cells.generation[cell], session)
         self.out.append(WriteRecord(cells.record[cell], header))
 
+    def ghost(self, row: int) -> int:
+        """64 bits that stand for a key in a policy's memory of what it evicted."""
+        return int(self.chunks.np_key[row, 1])
+
     # -- recency --------------------------------------------------------------------------------
 
     def touch(self, row: int) -> None:
         """The chunk and all its ancestors were used now; applied after the reply."""
-        key = self.chunks.keys[row]
-        assert key is not None
-        self.touches.append((row, key, self.now))
+        self.touches.append((row, self.chunks.key_of(row), self.now))
 
     def apply_touches(self, budget: int) -> int:
         """Apply what was deferred, oldest first; what is left of the budget."""
-        keys = self.chunks.keys
+        chunks = self.chunks
         while self.touches and budget > 0:
             row, key, when = self.touches.popleft()
-            if keys[row] is not key:  # gone since
+            if not chunks.space[row] or chunks.key_of(row) != key:  # gone since
                 continue
             chain = list(self.ancestors(row))
             chain.reverse()

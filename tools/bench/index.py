@@ -8,6 +8,7 @@ in random order, most of them of the largest size first, so that no cache is fla
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import subprocess
@@ -88,6 +89,7 @@ def child(chunks: int) -> dict[str, Any]:
     prints = records["fingerprint"].tobytes()
     del records, numbers
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what adoption worked with, the allocator may keep
     anonymous = _anonymous() - len(keys) - len(prints)
     gc.freeze()
     core.handle(ev.OpenSession(1, b"p" * 16, NAMESPACE, b"g", True, "bench", True), 2 * S)
