@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 
 from tests.daemon import DaemonProcess
@@ -67,3 +72,18 @@ def test_help_says_what_is_measured(part: str) -> None:
     done = bench(*([part] if part else []), "--help")
     assert done.returncode == 0
     assert "--json" in done.stdout or "Examples:" in done.stdout
+
+
+def test_a_benchmark_that_is_told_to_end_takes_its_daemon_with_it() -> None:
+    before = left_behind()
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvd.tools.bench", "control"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as running:  # fmt: skip
+        until = time.monotonic() + 30
+        while left_behind() == before and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(30) == 143
+    assert left_behind() == before

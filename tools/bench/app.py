@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,13 +84,17 @@ def index(as_json: bool, quick: bool) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run kvd-bench with these arguments: 0 done, 1 failed, 2 usage."""
+    """Run kvd-bench with these arguments: 0 done, 1 failed, 2 usage, 130 or 143 told to end."""
+    # told to end by whatever signal, it still ends its daemon and removes the arena
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         bench.main(args=list(argv), prog_name="kvd-bench", standalone_mode=False)
         sys.stdout.flush()
         return 0
     except click.exceptions.Exit as error:
         return error.exit_code
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 1
     except (click.Abort, KeyboardInterrupt):
         print("kvd-bench: interrupted", file=sys.stderr)
         return 130
