@@ -3,22 +3,9 @@
 The law of this package: it is pure, knows no engine and no store, and a policy is chosen by name.
 """
 
-from __future__ import annotations
-
 from kvd.eviction.base import Policy
-from kvd.eviction.crf import Crf
-from kvd.eviction.fifo import Fifo
-from kvd.eviction.lru import Lru
+from kvd.eviction.registry import POLICIES, factory, make
 
-POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (Lru, Fifo, Crf)}
+make_policy = make
 
-
-def make_policy(name: str) -> Policy:
-    """A new policy. ValueError naming the known ones."""
-    cls = POLICIES.get(name)
-    if cls is None:
-        raise ValueError(f"policy {name!r} is unknown: {', '.join(sorted(POLICIES))}")
-    return cls()
-
-
-__all__ = ["POLICIES", "Policy", "make_policy"]
+__all__ = ["POLICIES", "Policy", "factory", "make", "make_policy"]

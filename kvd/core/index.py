@@ -36,7 +36,8 @@ class Index:
         words = np.random.PCG64(seed).random_raw(5) | np.uint64(1)
         self._factors = words[:4]
         self._of_space = int(words[4])
-        self._ints: tuple[int, int, int, int] = tuple(int(w) for w in words[:4])
+        a, b, c, d = (int(word) for word in words[:4])
+        self._ints = (a, b, c, d)
         self._count = 0
         self._make(_SMALL)
         self._old: NDArray[np.int32] | None = None
