@@ -1,7 +1,9 @@
 """The table of reported failures and the tests that show them say the same.
 
 docs/cases.md has a row a case: id, area, what must hold, shown by, waits for. A test shows a case
-when its docstring names the id.
+when its docstring names the id. Run as a program, this file writes the column *shown by* anew:
+
+    python tests/test_cases.py
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 ID = re.compile(r"\bK\d{2,3}\b")
 CASES = 106  # a row can't get lost unnoticed
+NAMED = 4  # tests that a row names at most: the ones to read first
+PAGE = ROOT / "docs" / "cases.md"
 
 
 class Case(NamedTuple):
@@ -28,7 +32,7 @@ class Case(NamedTuple):
 @cache
 def table() -> tuple[Case, ...]:
     rows = []
-    for line in (ROOT / "docs" / "cases.md").read_text().splitlines():
+    for line in PAGE.read_text().splitlines():
         if not re.match(r"\| K\d+ \|", line):
             continue
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
@@ -90,5 +94,23 @@ def test_what_a_test_shows_stands_in_the_table() -> None:
     wrong = []
     for name, ids in docstrings().items():
         wrong += [f"{name} names {id_}, which is no case" for id_ in ids if id_ not in shown]
-        wrong += [f"{name} shows {id_}: say so" for id_ in ids if shown.get(id_) is False]
+        wrong += [f"{name} shows {id_}; run: python tests/test_cases.py" for id_ in ids if shown.get(id_) is False]
     assert not wrong, "\n".join(wrong)
+
+
+def update() -> None:
+    """Write the column *shown by* from the docstrings; all else stays as it is."""
+    lines = PAGE.read_text().splitlines()
+    for at, line in enumerate(lines):
+        if not re.match(r"\| K\d+ \|", line):
+            continue
+        cells = line.strip().strip("|").split("|")
+        case = cells[0].strip()
+        names = [f"`{name}`" for name, ids in docstrings().items() if case in ids]
+        cells[3] = f" {'<br>'.join(names[:NAMED])} "
+        lines[at] = f"|{'|'.join(cells)}|"
+    PAGE.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    update()
