@@ -47,7 +47,6 @@ class Lease:
         self.shards = shards
         self.rows = rows
         self.expiry = 0
-        self.bytes = len(rows) * space.chunk_slot_bytes
         self.loaded: NDArray[np.bool_] | None = None  # positions counted by a first load
         self.transfers: list[int] = []
 
@@ -107,15 +106,14 @@ class Leases:
             outcomes = self._run(space, shards, ids, leading, fingerprints)
         lease = None
         if flags & _LEASE and len(hits):
-            left = store.config.lease_cap - session.lease_bytes
-            room = max(left, 0) // space.chunk_slot_bytes
-            if room < len(hits):
-                cut = int(hits[room])
+            allowed = self._allowed(session, space, rows[hits])
+            if allowed < len(hits):
+                cut = int(hits[allowed])
                 outcomes = self._cut(outcomes, cut, every)
-                over = len(hits) - room if every else 1
+                over = len(hits) - allowed if every else 1
                 counts["chunks_missed", "over_quota"] += over
-                counts["chunks_missed", "skipped"] += len(hits) - room - over
-                hits = hits[:room]
+                counts["chunks_missed", "skipped"] += len(hits) - allowed - over
+                hits = hits[:allowed]
                 leading = min(leading, cut)
             if len(hits):
                 lease = self._give(session, space, shards, rows[hits], lease_ns)
@@ -149,7 +147,7 @@ class Leases:
             return Looked(bytes([missed]), 0, None)
         lease = None
         if flags & _LEASE:
-            if store.config.lease_cap - session.lease_bytes < space.chunk_slot_bytes:
+            if not self._allowed(session, space, np.array([row], np.int64)):
                 counts["chunks_missed", "over_quota"] += 1
                 return Looked(bytes([Outcome.OVER_QUOTA]), 0, None)
             lease = self._give(session, space, shards, np.array([row], np.int64), lease_ns)
@@ -261,6 +259,17 @@ class Leases:
 
     # -- leases ---------------------------------------------------------------------------------
 
+    def _allowed(self, session: Session, space: Space, rows: Rows) -> int:
+        """How many of these the session may lease. What it has under a lease already is free."""
+        left = self._store.config.lease_cap - session.lease_bytes
+        room = max(left, 0) // space.chunk_slot_bytes
+        if room >= len(rows):
+            return len(rows)
+        if session.pins is None:
+            return room
+        fresh = np.cumsum(session.pins[rows] == 0)
+        return int(np.searchsorted(fresh, room, side="right"))
+
     def _give(
         self, session: Session, space: Space, shards: tuple[int, ...], rows: Rows, lease_ns: int
     ) -> Lease:
@@ -274,7 +283,11 @@ class Leases:
         chunks.np_last[once] = store.now
         self.by_number[lease.number] = lease
         session.leases[lease.number] = lease
-        session.lease_bytes += lease.bytes
+        if session.pins is None:
+            session.pins = np.zeros(chunks.rows, np.int32)
+        held = session.pins[once]
+        session.pins[once] = held + 1
+        session.lease_bytes += int(np.count_nonzero(held == 0)) * space.chunk_slot_bytes
         self._set_expiry(lease, lease_ns)
         store.counters.tenant(space.namespace)["leases_given", ""] += 1
         if space.chained and len(rows) > 1:
@@ -320,13 +333,17 @@ class Leases:
         store, chunks = self._store, self._store.chunks
         self.ended(lease)
         del self.by_number[lease.number]
-        lease.session.leases.pop(lease.number, None)
-        lease.session.lease_bytes -= lease.bytes
+        session = lease.session
+        session.leases.pop(lease.number, None)
         store.timers.remove(lease.expiry, "lease", lease.number)
         once = self._once(lease.rows)
         left = chunks.np_leases[once] - 1
         chunks.np_leases[once] = left
         store.leased_chunks -= len(once) - int(np.count_nonzero(left))
+        assert session.pins is not None
+        held = session.pins[once] - 1
+        session.pins[once] = held
+        session.lease_bytes -= int(np.count_nonzero(held == 0)) * lease.space.chunk_slot_bytes
         store.counters.tenant(lease.namespace)["leases_ended", reason] += 1
         return len(lease.rows)
 

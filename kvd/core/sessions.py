@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 if TYPE_CHECKING:
     from kvd.core.leases import Lease
     from kvd.core.writes import Write
@@ -36,7 +39,8 @@ class Session:
         self.closed = False
         self.stopped = False  # no process of it can still be copying
         self.write_bytes = 0  # slots of unfinished and condemned writes
-        self.lease_bytes = 0  # slots of leased chunks, by lease
+        self.lease_bytes = 0  # slots of chunks under a lease of it, each once
+        self.pins: NDArray[np.int32] | None = None  # its leases, by chunk
         self.writes: dict[int, Write] = {}
         self.leases: dict[int, Lease] = {}
 

@@ -131,14 +131,12 @@ class Twin:
         return total
 
     def lease_bytes(self, session: int) -> int:
-        return sum(
-            len(lease.keys) * sum(self.size(lease.space[1], s) for s in self.all_shards(lease))
-            for lease in self.leases.values()
-            if lease.session == session
-        )
+        mine = {k for lease in self.leases.values() if lease.session == session for k in lease.keys}
+        return sum(self.whole(key[1]) for key in mine)
 
-    def all_shards(self, lease: Lease) -> range:
-        return range(len(self.specs[lease.space[1]].shards))
+    def whole(self, spec: bytes) -> int:
+        """Slot bytes of a chunk with all its shards."""
+        return sum(self.size(spec, s) for s in range(len(self.specs[spec].shards)))
 
     # -- actions that nobody asked for by name --------------------------------------------------
 
@@ -493,9 +491,19 @@ class Twin:
             running = False
         hits = [n for n, o in enumerate(outcomes) if o is O.OK]
         if event.flags & LookupFlag.LEASE and hits:
-            each = sum(self.size(event.spec, s) for s in range(len(self.specs[event.spec].shards)))
-            room = (self.world.config.lease_cap - self.lease_bytes(event.session)) // each
-            room = max(room, 0)
+            left = self.world.config.lease_cap - self.lease_bytes(event.session)
+            mine = {
+                k
+                for lease in self.leases.values()
+                if lease.session == event.session
+                for k in lease.keys
+            }
+            room = 0
+            for n in hits:
+                left -= 0 if (*space, hashes[n]) in mine else self.whole(event.spec)
+                if left < 0:
+                    break
+                room += 1
             if room < len(hits):
                 cut = hits[room]
                 for n in range(cut, len(outcomes)):
