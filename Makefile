@@ -7,7 +7,7 @@ PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
 # More arguments for pytest: make test PYTEST_ARGS="-k lease -x"
 PYTEST_ARGS ?=
-# Where `make demo` and `make bench` write their figures as JSON: make demo JSON=out.json
+# Where `make demo` writes its figures as JSON: make demo JSON=out.json
 JSON ?=
 
 VENV := .venv
