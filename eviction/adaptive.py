@@ -91,7 +91,8 @@ class Adaptive(LeafPolicy):
     def touch(self, chain: Sequence[int], now: int) -> None:
         time = self._clock(now)
         known, home, used, same_ns = len(self._home), self._home, self._used, self._same_ns
-        fresh, again = [], []
+        fresh: list[int] = []
+        again: list[int] = []
         for chunk in chain:
             if 0 <= chunk < known and home[chunk] >= 0:
                 (again if time - used[chunk] < same_ns else fresh).append(chunk)

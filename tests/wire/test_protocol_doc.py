@@ -13,13 +13,16 @@ from kvd.wire import messages as m
 DOC = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
 
 
+HEADS = re.compile(r"\| (-|op \||n \||code|name \| value|condition)")
+
+
 def rows(heading: str) -> list[list[str]]:
     """Cells of the tables under a heading."""
     section = re.split(rf"^## {heading}$", DOC, flags=re.MULTILINE)[1].split("\n## ")[0]
     return [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in section.splitlines()
-        if line.startswith("|") and not re.match(r"\| (-|op \||n \||code|name \| value|condition)", line)
+        if line.startswith("|") and not HEADS.match(line)
     ]
 
 
