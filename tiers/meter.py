@@ -32,6 +32,11 @@ class Meter:
         self._busy_ns = 0
         self._window: Counter[str] = Counter()
         self._gbps: dict[str, float] = {}
+        self.pending = 0  # handed over, and not completed
+
+    def handed_over(self, jobs: int) -> None:
+        with self._lock:
+            self.pending += jobs
 
     def begin(self, now: int) -> None:
         with self._lock:
@@ -54,6 +59,7 @@ class Meter:
 
     def done(self, kind: str, done: Completion) -> None:
         with self._lock:
+            self.pending -= 1
             self._answers.setdefault(kind, Counter())[done.answer.value] += 1
             if done.nbytes:
                 self.nbytes[kind] += done.nbytes

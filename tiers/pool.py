@@ -193,6 +193,7 @@ class PooledTier(Tier):
 
     def submit(self, jobs: Sequence[Job]) -> None:
         refused: list[Job] = []
+        self.meter.handed_over(len(jobs))
         with self._lock:
             now = self._clock()
             for job in jobs:
@@ -526,14 +527,13 @@ class PooledTier(Tier):
     def stat(self) -> TierStat:
         meter, report = self.meter, self._report
         with self._lock:
-            pending = self._running + sum(map(len, self._queues.values()))
             overdue = self._stuck(self._clock())
         return TierStat(
             name=self.name,
             state=self.state,
             engine=self.backend.engine if self._open else "?",
             usage=self.usage(),
-            pending=pending,
+            pending=meter.pending,
             overdue=overdue,
             last_error=meter.last_error,
             last_error_unix_ns=meter.last_error_unix_ns,
