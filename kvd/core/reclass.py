@@ -69,7 +69,8 @@ class Reclass:
         self._evicted[size] = self._evicted.get(size, 0) + 1
 
     def due(self, size: int) -> bool:
-        """Whether it is time to look at other classes: now and then, for a look costs."""
+        """Whether it is time to look at other classes: now and then, for a look costs, but at
+        once after one that was worth it."""
         if size in self._active or len(self._store.spaces.class_queues) < 2:
             return False
         seen = self._evicted.get(size)
@@ -90,6 +91,7 @@ class Reclass:
             slab, limit = best
             self._jobs.start(self._empty(slab, size, limit))
             if size in self._active or store.slabs.slot_sizes[slab] == size:
+                self._evicted.pop(size, None)
                 return True
         return False
 
