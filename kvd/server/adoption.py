@@ -8,6 +8,7 @@ may still be copying: their slots stay out of use until the lock is free.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -66,6 +67,7 @@ def core_config(config: Config, arena: ArenaOwner) -> CoreConfig:
         slab_size=arena.slab_size,
         arena=0,
         unix_offset_ns=time.time_ns() - time.monotonic_ns(),
+        seed=secrets.randbits(63),
         lease_default_ns=int(config.lease_s * NS),
         lease_max_ns=int(config.lease_max_s * NS),
         ttl_default_ns=int(config.write_s * NS),
