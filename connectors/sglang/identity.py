@@ -120,6 +120,10 @@ def _check(config: Any, pool: Any, options: Options) -> None:
         value = getattr(config, name, None)
         if type(value) is not int or value < 0:
             raise SpecError(f"SGLang tells no {name} (it is {value!r})")
+    if not config.is_mla_model and not isinstance(getattr(pool, "head_num", None), int):
+        raise SpecError(
+            f"SGLang says that every rank has heads of its own, but {type(pool).__name__} has none"
+        )
     packed = int(pool.layer_num) - int(getattr(pool, "target_layer_num", pool.layer_num))
     if packed and not options.weights:
         raise SpecError(
