@@ -110,6 +110,7 @@ class PooledTier(Tier):
         self._config = config
         self._clock = clock
         self._lock = threading.Lock()
+        self._opening = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._watch = threading.Condition(self._lock)
         self._queues: dict[type, deque[Job]] = {k: deque() for k in _KINDS}
@@ -439,8 +440,10 @@ class PooledTier(Tier):
         log.info("tier %s: %s again", self.name, "writes" if heal.write else "reads")
 
     def _reopen(self) -> None:
-        self._report = self.backend.open()
-        self._open = True
+        with self._opening:
+            if not self._open:
+                self._report = self.backend.open()
+                self._open = True
 
     def _stuck(self, now: int) -> int:
         """Workers that the medium holds beyond their deadline. Pre: the lock is held."""

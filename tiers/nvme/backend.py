@@ -76,7 +76,6 @@ class NvmeBackend(Backend):
         self._growing = threading.Lock()
         self._slabs: dict[int, Slab] = {}
         self._free: dict[int, dict[int, Slab]] = {}  # slot size -> slabs that have free slots
-        self._retired: list[Slab] = []  # still open, because somebody was in them
         self._engine: Engine = PosixEngine(direct=False)
         self._alien: dict[int, int] = {}  # number -> bytes: slabs of other versions
         self._held = 0
@@ -107,6 +106,8 @@ class NvmeBackend(Backend):
         found = directory.contents()
         self._notes["foreign_files"] = found.foreign
         self._notes["removed_files"] += found.removed
+        self._slabs.clear()
+        self._alien = dict.fromkeys(found.taken, 0)
         why = ""
         if not directory.read_only:
             make_probe(directory.path)
@@ -128,10 +129,13 @@ class NvmeBackend(Backend):
 
     def _adopt(self, number: int, path: Path) -> None:
         try:
-            slab = Slab.open(path, self._engine, read_only=self._directory.read_only)
-            if slab.geometry.tier != self._directory.id or slab.geometry.number != number:
-                slab.close()
-                raise OtherVersion("a slab of another directory")
+            slab = Slab.open(
+                path,
+                self._engine,
+                number,
+                self._directory.id,
+                read_only=self._directory.read_only,
+            )
         except OtherVersion as error:
             log.warning("tier nvme: %s is left alone: %s", path, error)
             self._alien[number] = path.stat().st_size
@@ -235,7 +239,9 @@ class NvmeBackend(Backend):
             self._undo(slab, slot, generation, wrote=wrote)
             raise _refusal(error) from error
         with self._lock:
-            slab.users -= 1
+            self._leave(slab)
+            if slab.lost:
+                raise failed(Reason.NOT_FOUND, "the slab was deleted by somebody else")
             slab.generations[slot] = generation
         return Stored(Place(slab.geometry.number << 32 | slot, generation))
 
@@ -273,11 +279,11 @@ class NvmeBackend(Backend):
                 self._notes["lost_slots"] += 1
         lost = not slab.there()
         with self._lock:
-            slab.users -= 1
             if not slab.lost:
                 self._release(slab, slot, reuse=clean)
             if lost:
                 self._lose(slab)
+            self._leave(slab)
 
     def _grow(self, slot_bytes: int) -> None:
         """One more slab of this class, if limit and reserve allow. Pre: `_growing` is held."""
@@ -365,9 +371,9 @@ class NvmeBackend(Backend):
         finally:
             gone = not slab.there()
             with self._lock:
-                slab.users -= 1
                 if gone:
                     self._lose(slab)
+                self._leave(slab)
 
     def _find(self, place: Place) -> Slab | None:
         slab = self._slabs.get(place.at >> 32)
@@ -399,7 +405,7 @@ class NvmeBackend(Backend):
         except OSError as error:
             problem = error.strerror or str(error)
         with self._lock:
-            slab.users -= 1
+            self._leave(slab)
             if problem and state is State.FREE:
                 log.warning("tier nvme: a record of %s can't be freed: %s", slab.path, problem)
                 return Answer.FAILED
@@ -479,6 +485,12 @@ class NvmeBackend(Backend):
         slab.live = 0
         self._retire(slab, remove=True)
 
+    def _leave(self, slab: Slab) -> None:
+        """A call is done with its files. Pre: the lock is held."""
+        slab.users -= 1
+        if slab.lost and not slab.users:
+            slab.close()
+
     def _retire(self, slab: Slab, *, remove: bool) -> None:
         """Take it out; closed as soon as nobody is in it. Pre: the lock is held, or none runs."""
         self._slabs.pop(slab.geometry.number, None)
@@ -486,9 +498,8 @@ class NvmeBackend(Backend):
         slab.lost = True
         if remove and slab.still_named():
             slab.path.unlink(missing_ok=True)
-        self._retired = [old for old in self._retired if not _closed_if_free(old)]
-        if not _closed_if_free(slab):
-            self._retired.append(slab)
+        if not slab.users:
+            slab.close()
 
     def probe(self, deadline: int, *, write: bool) -> ProbeReport:
         try:
@@ -557,23 +568,15 @@ class NvmeBackend(Backend):
         return dict(self._notes)
 
     def close(self) -> None:
-        for slab in [*self._slabs.values(), *self._retired]:
+        for slab in self._slabs.values():
             slab.close()
         self._slabs.clear()
         self._free.clear()
-        self._retired.clear()
         self._directory.release()
 
 
 def _at(slab: Slab, slots: NDArray[np.intp]) -> NDArray[np.uint64]:
     return slots.astype(np.uint64) | np.uint64(slab.geometry.number << 32)
-
-
-def _closed_if_free(slab: Slab) -> bool:
-    if slab.users:
-        return False
-    slab.close()
-    return True
 
 
 def _below(engine: Engine, error: OSError) -> Engine | None:

@@ -29,6 +29,7 @@ MAX_SLABS = 100_000
 
 class Contents(NamedTuple):
     slabs: dict[int, Path]
+    taken: set[int]  # numbers whose name somebody else uses
     foreign: int  # files of others, left alone
     removed: int  # own unfinished files, removed
 
@@ -56,8 +57,8 @@ class Directory:
             ) from error
         if not self.path.is_dir():
             raise ConfigError(f"tier nvme: {self.path} is not a directory: choose another")
-        self._take_lock()
         try:
+            self._take_lock()
             self._marker()
         except (OSError, ConfigError):
             self.release()
@@ -103,10 +104,10 @@ class Directory:
             raise ConfigError(
                 f"tier nvme: directory {self.path} is in use by {who}: each daemon needs its own"
             ) from None
+        self._lock = fd
         if not self.read_only:
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        self._lock = fd
 
     def _unusable(self, error: OSError) -> ConfigError:
         return ConfigError(
@@ -158,6 +159,7 @@ class Directory:
     def contents(self) -> Contents:
         """Every file is accounted for: a slab, ours and unfinished (removed), or foreign."""
         slabs: dict[int, Path] = {}
+        taken: set[int] = set()
         foreign = removed = 0
         for entry in os.scandir(self.path):
             match = _SLAB.fullmatch(entry.name)
@@ -169,7 +171,9 @@ class Directory:
                 removed += 1
             elif entry.name not in _OURS:
                 foreign += 1
-        return Contents(slabs, foreign, removed)
+                if match:
+                    taken.add(int(match[1]))
+        return Contents(slabs, taken, foreign, removed)
 
     def free_bytes(self) -> int:
         """What this user may still take on the file system."""

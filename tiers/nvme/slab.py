@@ -24,7 +24,7 @@ from kvd.chunk import (
     State,
     verify_table,
 )
-from kvd.tiers.nvme.layout import PAGE, SUPER_BYTES, Geometry
+from kvd.tiers.nvme.layout import PAGE, SUPER_BYTES, Geometry, OtherVersion
 from kvd.tiers.nvme.posix import Engine, File
 
 BATCH = 16384  # records read at a time: 8 MiB
@@ -68,12 +68,15 @@ class Slab:
             raise
 
     @classmethod
-    def open(cls, path: Path, engine: Engine, *, read_only: bool) -> Slab:
-        """ValueError (OtherVersion) for what is no slab of this kvd; OSError."""
+    def open(cls, path: Path, engine: Engine, number: int, tier: bytes, *, read_only: bool) -> Slab:
+        """OtherVersion for a slab of another kvd or directory, ValueError for what is none, or
+        none any more; OSError."""
         mode = os.O_RDONLY if read_only else os.O_RDWR
         fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             geometry = Geometry.unpack(os.pread(fd, SUPER_BYTES, 0))
+            if (geometry.number, geometry.tier) != (number, tier):
+                raise OtherVersion("a slab of another directory")
             if os.fstat(fd).st_size != geometry.file_bytes:
                 raise ValueError("the file is of another size than its superblock says")
             return cls(geometry, path, engine, fd)
