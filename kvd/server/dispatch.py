@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 NS_PER_MS = 1_000_000
 # plain integers: arithmetic with enum members costs microseconds on the hot path
 REPLY, RELATIVE = int(FrameFlag.REPLY), int(FrameFlag.RELATIVE)
+DONTWAIT = int(zmq.DONTWAIT)
 BATCH = 64  # messages of one socket in one turn of the loop; their replies go out together
 BATCH_NS = 1_000_000
 MAX_FRAMES_KEPT = 4097  # of one message; more are read and thrown away
@@ -72,18 +73,18 @@ class Message:
 
 def receive(socket: zmq.Socket[bytes], *, tcp: bool) -> Message:
     """The next message of a ROUTER; zmq.Again if there is none. Small frames are copied out."""
-    message = Message(socket.recv(zmq.DONTWAIT))
+    message = Message(socket.recv(DONTWAIT))
     if not socket.getsockopt(zmq.RCVMORE):
         return message
     if tcp:
-        frame = socket.recv(zmq.DONTWAIT, copy=False)
+        frame = socket.recv(DONTWAIT, copy=False)
         message.user = _property(frame, "User-Id")
         message.source = int(frame.get(zmq.SRCFD))
         message.first = frame.bytes
     else:
-        message.first = socket.recv(zmq.DONTWAIT)
+        message.first = socket.recv(DONTWAIT)
     while socket.getsockopt(zmq.RCVMORE):
-        frame = socket.recv(zmq.DONTWAIT, copy=False)
+        frame = socket.recv(DONTWAIT, copy=False)
         if len(message.payload) < MAX_FRAMES_KEPT:
             message.payload.append(frame)
         else:

@@ -28,8 +28,11 @@ log = logging.getLogger(__name__)
 # Carried out again on a retry whose reply is not kept: they change nothing.
 REPEATABLE = frozenset({Op.HELLO, Op.WAIT, Op.LIST, Op.STAT, Op.HEARTBEAT, Op.GET})
 
+# plain integers: arithmetic with enum members costs microseconds on the hot path
 REPLY = int(FrameFlag.REPLY)
 ERROR = int(FrameFlag.REPLY | FrameFlag.ERROR)
+DONTWAIT = int(zmq.DONTWAIT)
+MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
 ROUTER_HWM = 1000  # replies that wait for one peer; more than a session's requests in flight
 MAX_UNSENT = 128 << 20  # payload bytes that wait for one peer
 
@@ -131,8 +134,8 @@ class Responder:
         socket, identity = route
         try:
             if len(frames) == 1:
-                socket.send(identity, zmq.SNDMORE | zmq.DONTWAIT)
-                socket.send(frames[0], zmq.DONTWAIT)
+                socket.send(identity, MORE)
+                socket.send(frames[0], DONTWAIT)
             else:
                 self._send_payload(route, frames, session)
         except zmq.Again:
@@ -144,15 +147,15 @@ class Responder:
 
     def _send_payload(self, route: Route, frames: list[bytes], session: Session | None) -> None:
         socket, identity = route
-        socket.send(identity, zmq.SNDMORE | zmq.DONTWAIT)
-        socket.send(frames[0], zmq.SNDMORE | zmq.DONTWAIT)
+        socket.send(identity, MORE)
+        socket.send(frames[0], MORE)
         last = len(frames) - 1
         for at, frame in enumerate(frames[1:], start=1):
             more = zmq.SNDMORE if at < last else 0
             if session is None or len(frame) < 65_536:
-                socket.send(frame, zmq.DONTWAIT | more)
+                socket.send(frame, DONTWAIT | more)
             else:
-                tracker = socket.send(frame, zmq.DONTWAIT | more, copy=False, track=True)
+                tracker = socket.send(frame, DONTWAIT | more, copy=False, track=True)
                 session.unsent.append((tracker, len(frame)))
 
     def unsent(self, session: Session) -> int:
