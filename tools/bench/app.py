@@ -21,6 +21,7 @@ Examples:
   kvd-bench data                   stores and loads beside np.copyto
   kvd-bench control --json         round trips and lookups, as JSON
   kvd-bench index                  the index alone, at a million chunks
+  kvd-bench engine --json          what the connector costs vLLM, and what it saves
   kvd-bench data --quick           whether it runs at all; its figures mean nothing
 
 Each measurement starts a daemon of its own, on temporary paths, unless --socket names one.
@@ -81,6 +82,23 @@ def index(as_json: bool, quick: bool) -> None:
     from kvd.tools.bench.index import run_index
 
     _run(as_json, lambda: run_index(quick=quick), _index_tables)
+
+
+@bench.command()
+@_json
+@_quick
+@_socket
+@click.option("--requests", type=click.IntRange(min=4), help="Requests without reuse (60).")
+def engine(as_json: bool, quick: bool, socket: str | None, requests: int | None) -> None:
+    """vLLM with and without the connector, in turns: what it costs, and what it saves.
+
+    Needs vLLM (make bench-engine brings it) and the demo's model. The cost is CPU time in the
+    connector's hooks and transfer threads over that of the engine; the gain is the time to first
+    token with 2,000 tokens reused.
+    """
+    from kvd.tools.bench.engine import run_engine
+
+    _run(as_json, lambda: run_engine(socket, quick=quick, requests=requests), _engine_tables)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -179,4 +197,11 @@ def _index_tables(result: dict[str, Any]) -> list[Table]:
     table = _table("index", "", ">")
     for key, value in result.items():
         table.add_row(key, f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}")
+    return [table]
+
+
+def _engine_tables(result: dict[str, Any]) -> list[Table]:
+    table = _table("engine", "", ">")
+    for key, value in result.items():
+        table.add_row(key, str(value))
     return [table]

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,8 +98,28 @@ def ask(
     return [Answer(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
-def run(console: Console, model: Path, threads: int, daemon: Daemon) -> Outcome:
+def ask_vllm(
+    model: Path, threads: int, questions: Sequence[str], socket: str | None = None
+) -> list[Answer]:
+    """The same from vLLM, whose server is a new one too. AnswerFailed, with its words."""
+    from kvd.tools.demo import vllm
+    from kvd.tools.engine.vllm import EngineFailed
+
+    try:
+        return [Answer(*told) for told in vllm.ask(model, threads, questions, socket)]
+    except EngineFailed as error:
+        raise AnswerFailed(str(error)) from error
+
+
+Ask = Callable[[Path, int, Sequence[str], str | None], list[Answer]]
+ENGINES: dict[str, Ask] = {"transformers": ask, "vllm": ask_vllm}
+
+
+def run(
+    console: Console, model: Path, threads: int, daemon: Daemon, engine: str = "transformers"
+) -> Outcome:
     """The job, told step by step. DaemonFailed, AnswerFailed."""
+    ask = ENGINES[engine]
     first, second, third = QUESTIONS
     console.print("[bold]1[/] a daemon starts; a document and a question, cold")
     daemon.start()
@@ -114,7 +134,7 @@ def run(console: Console, model: Path, threads: int, daemon: Daemon) -> Outcome:
     runs += ask(model, threads, [third], daemon.socket)
     _tell(console, runs[-1])
     console.print("[bold]4[/] the three questions without kvd, to compare")
-    return Outcome(runs, ask(model, threads, QUESTIONS))
+    return Outcome(runs, ask(model, threads, QUESTIONS, None))
 
 
 def _tell(console: Console, answer: Answer) -> None:
@@ -177,16 +197,21 @@ def sensible_threads() -> int:
 @click.command(name="demo", help=__doc__.split("\n")[0])
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write figures there.")
 @click.option("--threads", type=click.IntRange(1), help="Threads of the model; default: by load.")
-def main(json_path: Path | None, threads: int | None) -> None:
+@click.option(
+    "--engine", type=click.Choice(sorted(ENGINES)), default="transformers", show_default=True
+)
+def main(json_path: Path | None, threads: int | None, engine: str) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up, too
     console = Console()
     threads = threads or sensible_threads()
     try:
         prepared = prepare_model(console)
         made = "prepared now" if prepared.fresh else "already prepared"
-        console.print(f"model {prepared.path} ({made}), {threads} thread(s)", highlight=False)
+        console.print(
+            f"{engine}: model {prepared.path} ({made}), {threads} thread(s)", highlight=False
+        )
         with Daemon(ARENA_SIZE) as daemon:
-            outcome = run(console, prepared.path, threads, daemon)
+            outcome = run(console, prepared.path, threads, daemon, engine)
             console.print()
             console.print(table(outcome))
             same = "yes" if outcome.identical else "[red]no"
