@@ -23,6 +23,7 @@ class KvikioEngine(Engine):
 
     def __init__(self, *, gds: bool, threads: int) -> None:
         import kvikio  # only here: the daemon runs without it
+        import kvikio.defaults
 
         self._kvikio: Any = kvikio
         self.name = "cufile" if gds else "kvikio-posix"
