@@ -44,7 +44,7 @@ from kvd.errors import (
 from kvd.eviction.base import Policy
 
 _EXPIRE_SLICE = 64  # things that fall due looked at in one event
-_TOUCH_LIMIT = 256  # deferred touches beyond which an event applies some itself
+_TOUCH_LIMIT = 64  # deferred uses beyond which an event applies some itself
 
 
 class Core:
@@ -196,7 +196,7 @@ class Core:
         store = self._store
         left = store.apply_touches(TOUCH_SLICE)
         if left > 0:
-            store.sweep(256)
+            store.sweep(64)
             self._jobs.step()
 
     def _drain(self, event: ev.Drain) -> None:

@@ -29,8 +29,9 @@ TIER = "dram"
 LEVELS = ("namespaces", "specs", "prefixes", "chunks")
 STATES = ("writing", "unsealed", "sealed", "quarantined")
 
-_VISIT = 4096  # rows looked at in one call
-_ROWS = 128  # rows made, or chunks removed, in one call
+_VISIT = 512  # rows looked at one by one in one call
+_SCAN = 16384  # rows looked at all at once in one call
+_ROWS = 64  # rows made, or chunks removed, in one call
 _KEYS = 4096
 _WALK = 1 << 62  # cursors of walks begin here, others are row numbers
 _WALKS = 256  # walks that are remembered
@@ -444,12 +445,15 @@ class Visit:
     def _all(self) -> Iterator[int]:
         chunks = self._store.chunks
         numbers = np.array([s.number for s in self._spaces])
+        end = min(self._at + _SCAN, chunks.used)
         left = _VISIT
-        while self._at < chunks.used and left > 0:
+        while self._at < end:
             begin = self._at
-            upto = min(begin + min(1024, left), chunks.used)
-            left -= upto - begin
+            upto = min(begin + 1024, end)
             for row in self._filter(begin, upto, numbers).tolist():
+                if left <= 0:
+                    return
+                left -= 1
                 self._at = row + 1
                 if self._listing.matches(row, self._selector):
                     self._ended = self._at >= chunks.used
@@ -462,6 +466,10 @@ class Visit:
         chunks = self._store.chunks
         space = chunks.np_space[begin:upto]
         mine = np.isin(space, numbers) if len(numbers) > 1 else space == numbers[0]
+        prefix = self._selector.key_prefix
+        if prefix:
+            keys = chunks.np_key[begin:upto].view(np.uint8)[:, : len(prefix)]
+            mine &= (keys == np.frombuffer(prefix[:32], np.uint8)).all(axis=1)
         if self._selector.idle_ns is not None:
             mine &= self._store.now - chunks.np_last[begin:upto] >= self._selector.idle_ns
         rows: NDArray[np.int64] = np.flatnonzero(mine) + begin

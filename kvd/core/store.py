@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvd.chunk import NO_PARENT, ChunkHeader, HeaderFlag, State
 from kvd.core import columns as col
 from kvd.core.actions import Action, PatchRecord, WriteRecord
@@ -25,7 +28,7 @@ from kvd.core.timers import Timers
 from kvd.eviction.base import Policy
 
 _NO_ID = bytes(16)
-TOUCH_SLICE = 1024  # chunks whose recency is applied at once
+TOUCH_SLICE = 512  # chunks whose recency is applied at once
 
 
 class Store:
@@ -55,7 +58,8 @@ class Store:
         self.residents: list[int] = []  # by queue: chunks in the policy
         self.husks: deque[int] = deque()  # rows that may be empty by now
         self.pinned: dict[int, int] = {}  # chunks that a request in progress relies on
-        self.touches: deque[tuple[int, bytes, int]] = deque()  # (chunk, its key, when)
+        # uses whose recency is not applied yet: (chunks, a word of each one's key, when)
+        self.touches: deque[tuple[NDArray[np.int64], NDArray[np.uint64], int]] = deque()
         self.unsealed: deque[int] = deque()  # cells
         self.leased_chunks = 0
         self.writing_bytes = 0
@@ -335,19 +339,25 @@ class Store:
 
     # -- recency --------------------------------------------------------------------------------
 
-    def touch(self, row: int) -> None:
-        """The chunk and all its ancestors were used now; applied after the reply."""
-        self.touches.append((row, self.chunks.key_of(row), self.now))
+    def touch(self, rows: NDArray[np.int64]) -> None:
+        """These chunks and all their ancestors were used now; applied after the reply."""
+        self.touches.append((rows, self.chunks.np_key[rows, 0], self.now))
 
     def apply_touches(self, budget: int) -> int:
         """Apply what was deferred, oldest first; what is left of the budget."""
         chunks = self.chunks
         while self.touches and budget > 0:
-            row, key, when = self.touches.popleft()
-            if not chunks.space[row] or chunks.key_of(row) != key:  # gone since
-                continue
-            chain = list(self.ancestors(row))
-            chain.reverse()
-            budget -= len(chain)
-            self.guard(lambda chain=chain, when=when: self.policy.touch(chain, when))  # type: ignore[misc]
+            rows, words, when = self.touches.popleft()
+            here = (chunks.np_key[rows, 0] == words) & (chunks.np_space[rows] != 0)
+            for n, row in enumerate(rows.tolist()):
+                if budget <= 0:
+                    self.touches.appendleft((rows[n:], words[n:], when))
+                    break
+                chain = list(self.ancestors(row)) if here[n] else []
+                chain.reverse()
+                budget -= len(chain) + 1
+                self._used(chain, when)
         return budget
+
+    def _used(self, chain: list[int], when: int) -> None:
+        self.guard(lambda: self.policy.touch(chain, when))

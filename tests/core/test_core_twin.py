@@ -14,6 +14,7 @@ from kvd.chunk import NO_PARENT, Kind, Outcome
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.events import LookupFlag
+from kvd.eviction import POLICIES
 
 SPECS = [spec("one", 28 * KIB), spec("two", 10 * KIB, 18 * KIB), spec("big", 60 * KIB)]
 DEPTH = 6
@@ -39,7 +40,7 @@ numbers = st.integers(0, 1 << 30)
 class CoreMachine(RuleBasedStateMachine):
     """Clients, workers, time and kills in any order; after each step all is compared."""
 
-    @initialize(policy=st.sampled_from(["lru"]), manual=st.booleans())
+    @initialize(policy=st.sampled_from(["lru", "lru", *sorted(POLICIES)]), manual=st.booleans())
     def start(self, policy: str, manual: bool) -> None:
         self.world = World(512 * KIB, 64 * KIB, policy, auto=not manual, write_share=0.5)
         self.twin = Twin(self.world, SPECS)
@@ -352,8 +353,11 @@ class CoreMachine(RuleBasedStateMachine):
             ev.Selector(keys=(one, one)),
             ev.Selector(),
             ev.Selector(spec=SPECS[s].digest),
-        ][n % 6]
-        client = self.client(n // 6)
+            ev.Selector(subtree=one),
+        ][n % 7]
+        if selector.subtree is not None and not self.twin.linked(one):
+            return
+        client = self.client(n // 7)
         event = ev.Evict(client.number, 0, selector, dry, 0, 1000)
         result, actions = self.request(event)
         session = self.twin.sessions[client.number]
