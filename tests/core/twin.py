@@ -316,6 +316,7 @@ class Twin:
             if chunk is not None and chunk.fingerprint != print_:
                 assert got == [O.MISMATCH] * len(got)
                 items += [None] * len(got)
+                self.busy_keys.add(key)  # what follows hangs under it
                 continue
             self.busy_keys.add(key)
             if any(o in (O.NO_SPACE, O.OVER_QUOTA) for o in got):
