@@ -162,6 +162,15 @@ class SchedulerSide:
         self.counts.add("loads")
         self.counts.add("matched_tokens", external)
 
+    def break_load(self, request: Any, blocks: Sequence[Sequence[int]]) -> None:
+        """The engine waits for a load that could not be planned: it is told to have failed."""
+        self._jobs += 1
+        rows = tuple(tuple(ids) for ids in blocks)
+        self._loads.append(LoadJob(self._jobs, request.request_id, (0, 0, 0), 0, 1, rows))
+        entry = self._entries.get(request.request_id)
+        if entry is not None:
+            entry.phase, entry.load_blocks = Phase.LOADING, frozenset(i for r in rows for i in r)
+
     def _settle(self, entry: Entry) -> None:
         """It runs without (another) load."""
         if entry.phase in (Phase.ASKED, Phase.KNOWN, Phase.FRESH):
@@ -265,17 +274,21 @@ class SchedulerSide:
             self.daemon.look()
         loads, self._loads = self._loads, []
         written, self._written = self._written, set()
-        stores: list[StoreJob] = []
-        if self.spec is not None and self.options.store_policy != "never":
-            stores = self._stores(output)
-        if self._storing:
-            written |= _written_by(output, self._block_tokens)
-        else:
-            written = set()
-        for job in stores:
+        plan = StepPlan(self._encoding, loads)
+        try:
+            if self._storing:
+                plan.written = frozenset(written | _written_by(output, self._block_tokens))
+            if self.spec is not None and self.options.store_policy != "never":
+                plan.stores = self._stores(output)
+        except Exception:  # the loads are promised, and the stores in flight must not go wrong
+            log.exception("kvd: unexpected error while planning stores; going on without them")
+            self.counts.add("errors")
+            plan.stores, plan.all_written = [], True
+        for job in plan.stores:
             self._storing[job.job] = (time.monotonic(), self._ranks)
-        spec = self._encoding if loads or stores else b""
-        return StepPlan(spec, loads, stores, frozenset(written))
+        if not loads and not plan.stores:
+            plan.spec = b""
+        return plan
 
     def _stores(self, output: Any) -> list[StoreJob]:
         jobs = []
