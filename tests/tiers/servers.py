@@ -39,7 +39,9 @@ def program(name: str, *folders: str) -> str:
 
 
 class Server:
-    def __init__(self, command: list[str], home: Path, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, command: list[str], home: Path, environ: dict[str, str] | None = None
+    ) -> None:
         self.log = home / "server.log"
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(

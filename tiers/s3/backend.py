@@ -53,11 +53,12 @@ class _Mine(NamedTuple):
 
 
 class _Broken(Exception):
-    """An object that can't be what it should: its ETag says which."""
+    """An object that can't be what it should: its ETag says which, `length` how long it came."""
 
-    def __init__(self, etag: str | None, why: str) -> None:
+    def __init__(self, etag: str | None, length: int, why: str) -> None:
         super().__init__(why)
         self.etag = etag
+        self.length = length
 
 
 class S3Backend(Backend):
@@ -67,6 +68,7 @@ class S3Backend(Backend):
     def __init__(self, config: S3Config) -> None:
         check(config)
         self._config = config
+        self._stall_ns = int(config.read_timeout_s * 1e9)
         self._folder = folder(config.prefix)
         self._owner = owner_of(config.installation)
         self._calls = Calls(config.attempts)
@@ -359,7 +361,7 @@ class S3Backend(Backend):
                 continue  # it was replaced while its ranges came
             except _Broken as broken:
                 why = str(broken)
-                if broken.etag is not None and broken.etag == seen:
+                if broken.etag == seen and self._is_so(name, broken, deadline):
                     self.quarantine(key, place, broken.etag)
                     raise Refused(Answer.CORRUPT, detail=why) from broken
                 seen = broken.etag
@@ -375,23 +377,22 @@ class S3Backend(Backend):
             head = bytearray(HEADER_BYTES)
             if length is not None and length != HEADER_BYTES + len(into):
                 if length < HEADER_BYTES:
-                    raise _Broken(etag, f"an object of {length} bytes")
+                    raise _Broken(etag, length, f"an object of {length} bytes")
                 head[:] = _exactly(body._raw_stream, HEADER_BYTES)
-                self._other_length(head, length, len(into), etag)
+                self._other_length(head, length, etag)
             expected(answer, HEADER_BYTES + len(into))
         except BaseException:
             body.close()
             raise
-        receive(body, head, into, deadline)
-        return Found(_parse(head, etag), etag)
+        receive(body, head, into, deadline, self._stall_ns)
+        return Found(_parse(head, etag, HEADER_BYTES + len(into)), etag)
 
-    def _other_length(self, head: bytearray, length: int, wanted: int, etag: str | None) -> None:
-        header = _parse(head, etag)
+    def _other_length(self, head: bytearray, length: int, etag: str | None) -> None:
+        header = _parse(head, etag, length)
         if HEADER_BYTES + header.length == length:
             raise Refused(Answer.MISS, detail="a chunk of another length lies there")
-        raise _Broken(
-            etag, f"{length} bytes where its record says {header.length} and {wanted} were asked"
-        )
+        why = f"{length} bytes where its record says {HEADER_BYTES + header.length}"
+        raise _Broken(etag, length, why)
 
     def _get_ranges(self, name: str, into: memoryview, deadline: int) -> Found:
         client, bucket = self._client, self._config.bucket
@@ -403,7 +404,7 @@ class S3Backend(Backend):
         length = HEADER_BYTES + len(into)
         if head_of.get("ContentLength") != length:
             record = bytearray(self._record_bytes(name, deadline))
-            self._other_length(record, int(head_of.get("ContentLength") or 0), len(into), etag)
+            self._other_length(record, int(head_of.get("ContentLength") or 0), etag)
         size, head = self._config.part_bytes, bytearray(HEADER_BYTES)
 
         def fetch(begin: int, end: int) -> None:
@@ -417,14 +418,25 @@ class S3Backend(Backend):
                 answer["Body"].close()
                 raise
             view = into[max(0, begin - HEADER_BYTES) : end - HEADER_BYTES]
-            receive(answer["Body"], head if first else bytearray(), view, deadline)
+            receive(answer["Body"], head if first else bytearray(), view, deadline, self._stall_ns)
 
         def ranged(begin: int) -> Callable[[], None]:
             end = min(begin + size, length)
             return lambda: self._run("GetObject", lambda: fetch(begin, end), deadline)
 
         self._together([ranged(begin) for begin in range(0, length, size)])
-        return Found(_parse(head, etag), etag)
+        return Found(_parse(head, etag, HEADER_BYTES + len(into)), etag)
+
+    def _is_so(self, name: str, broken: _Broken, deadline: int) -> bool:
+        """Whether the server agrees that the object is what came: if not, it was the way here."""
+        if broken.etag is None:
+            return False
+        there = self._run(
+            "HeadObject",
+            lambda: self._client.head_object(Bucket=self._config.bucket, Key=name),
+            deadline,
+        )
+        return bool((there.get("ETag"), there.get("ContentLength")) == (broken.etag, broken.length))
 
     def _refuse_known(self, name: str, etag: str | None, answer: dict[str, Any]) -> None:
         """What is known to be bad, and what is too old, is not there."""
@@ -444,6 +456,8 @@ class S3Backend(Backend):
         except Refused as refused:
             if refused.answer is Answer.MISS:  # it was there a moment ago
                 raise failed(Reason.CONFLICT, "it comes and goes") from refused
+            if refused.reason in (Reason.SHORT, Reason.OTHER):
+                raise failed(Reason.CONFLICT, "what lies there is no chunk") from refused
             raise
 
     def _record_bytes(self, name: str, deadline: int) -> bytes:
@@ -457,7 +471,7 @@ class S3Backend(Backend):
             except BaseException:
                 answer["Body"].close()
                 raise
-            receive(answer["Body"], head, memoryview(b""), deadline)
+            receive(answer["Body"], head, memoryview(b""), deadline, self._stall_ns)
             return bytes(head)
 
         found: bytes = self._run("GetObject", fetch, deadline)
@@ -634,8 +648,8 @@ def _exactly(raw: Any, length: int) -> bytes:
     return bytes(data)
 
 
-def _parse(head: bytes | bytearray, etag: str | None) -> ChunkHeader:
+def _parse(head: bytes | bytearray, etag: str | None, length: int) -> ChunkHeader:
     try:
         return ChunkHeader.unpack(head)
     except ValueError as error:
-        raise _Broken(etag, str(error)) from error
+        raise _Broken(etag, length, str(error)) from error

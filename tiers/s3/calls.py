@@ -113,6 +113,7 @@ class Calls:
 def explain(what: str, error: Exception) -> Refused | None:
     """What an exception of botocore, urllib3 or the sockets means; None if it is none of theirs."""
     from botocore import exceptions as boto
+    from botocore.parsers import ResponseParserError
     from urllib3 import exceptions as url
 
     if isinstance(error, boto.ClientError):
@@ -132,7 +133,7 @@ def explain(what: str, error: Exception) -> Refused | None:
         return failed(Reason.UNREACHABLE, f"{what}: the endpoint can't be reached")
     if isinstance(error, boto.ReadTimeoutError | url.ReadTimeoutError | TimeoutError):
         return failed(Reason.SLOW, f"{what}: no answer in time")
-    if isinstance(error, boto.ResponseParserError):
+    if isinstance(error, ResponseParserError):
         return failed(Reason.IO, f"{what}: an answer that is none of S3's")
     if isinstance(error, boto.ConnectionClosedError | boto.HTTPClientError | url.HTTPError):
         return failed(Reason.IO, f"{what}: the connection broke: {type(error).__name__}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import cache
 from typing import Any, NamedTuple
 
 from kvd.errors import ConfigError
@@ -62,6 +63,14 @@ def check(config: S3Config) -> None:
         raise ConfigError(f"tier s3: verify_tls names {config.verify_tls}, which is not there")
 
 
+@cache
+def _loader() -> Any:
+    """botocore's tables of S3, read once: half a second of each client otherwise."""
+    from botocore.loaders import create_loader
+
+    return create_loader()
+
+
 def make_client(config: S3Config) -> Any:
     """A client that is safe to share between threads. ConfigError when boto3 is not installed, or
     profile or files are not there."""
@@ -75,6 +84,7 @@ def make_client(config: S3Config) -> Any:
         raise ConfigError(f"tier s3: credentials_file {config.credentials_file} is not there")
     try:
         session = botocore.session.Session(profile=config.profile)
+        session.register_component("data_loader", _loader())
         if config.credentials_file:
             session.set_config_variable("credentials_file", config.credentials_file)
         # Without an instance role these are what a start would wait for.

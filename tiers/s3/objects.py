@@ -19,6 +19,7 @@ from kvd.tiers.base import Answer, Key, Reason
 
 FORMAT = "c1"
 READ_BYTES = 256 << 10
+TRICKLE = 16 << 10
 
 
 def name_of(prefix: str, key: Key) -> str:
@@ -85,11 +86,13 @@ def crc32c(*parts: bytes | memoryview) -> str | None:
     return base64.b64encode(value.to_bytes(4, "big")).decode()
 
 
-def receive(body: Any, head: bytearray, into: memoryview, deadline: int) -> None:
+def receive(body: Any, head: bytearray, into: memoryview, deadline: int, stall_ns: int) -> None:
     """A response's body: first into `head`, then into `into`. Refused when it is shorter, longer,
-    or too slow. The connection goes back to its pool if all was read, and is closed if not."""
+    or too slow: later than the deadline, or less than TRICKLE bytes in `stall_ns`. The connection
+    goes back to its pool if all was read, and is closed if not."""
     raw = body._raw_stream
     whole = False
+    since, came = time.monotonic_ns(), 0
     try:
         for view in (memoryview(head), into):
             while view:
@@ -98,8 +101,14 @@ def receive(body: Any, head: bytearray, into: memoryview, deadline: int) -> None
                     raise failed(Reason.SHORT, "the body ended early")
                 view[: len(piece)] = piece
                 view = view[len(piece) :]
-                if time.monotonic_ns() >= deadline:
+                now = time.monotonic_ns()
+                if now >= deadline:
                     raise Refused(Answer.TIMEOUT, Reason.SLOW, "its deadline passed")
+                came += len(piece)
+                if now - since >= stall_ns:
+                    if came < TRICKLE:
+                        raise failed(Reason.SLOW, f"{came} bytes in {(now - since) / 1e9:.1f} s")
+                    since, came = now, 0
         whole = not raw.read1(1, decode_content=False)
         if not whole:
             raise failed(Reason.SHORT, "the body is longer than it said")
