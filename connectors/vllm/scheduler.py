@@ -22,6 +22,7 @@ from kvd.connectors.vllm.keys import Adapters, ChunkKeys
 from kvd.connectors.vllm.metadata import LoadJob, StepPlan, StoreJob, WorkerReport
 from kvd.connectors.vllm.request import Entry, Phase
 from kvd.connectors.vllm.stats import Counts
+from kvd.connectors.vllm.written import written_by
 from kvd.errors import DeadlineExceeded, KvdError, Unavailable
 from kvd.wire import LookupFlag
 from kvd.wire import messages as m
@@ -277,7 +278,7 @@ class SchedulerSide:
         plan = StepPlan(self._encoding, loads)
         try:
             if self._storing:
-                plan.written = frozenset(written | _written_by(output, self._block_tokens))
+                plan.written = frozenset(written | written_by(output, self._block_tokens))
             if self.spec is not None and self.options.store_policy != "never":
                 plan.stores = self._stores(output)
         except Exception:  # the loads are promised, and the stores in flight must not go wrong
@@ -408,22 +409,3 @@ class SchedulerSide:
             entry.let_go(self.daemon)
         self._entries.clear()
         self._client.close()
-
-
-def _written_by(output: Any, block_tokens: Sequence[int]) -> set[int]:
-    """Blocks that this step may write to and that were given out for it."""
-    written: set[int] = set()
-    for new in output.scheduled_new_reqs:
-        for size, ids in zip(block_tokens, new.block_ids, strict=True):
-            written.update(ids[new.num_computed_tokens // size :])
-    cached = output.scheduled_cached_reqs
-    for name, ids_by_group, computed in zip(
-        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-    ):
-        if ids_by_group is None:
-            continue
-        for size, ids in zip(block_tokens, ids_by_group, strict=True):
-            written.update(ids[computed // size :] if name in cached.resumed_req_ids else ids)
-    for copy in output.kv_cache_block_copies or ():
-        written.add(int(copy[1]))
-    return written
