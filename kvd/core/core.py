@@ -132,7 +132,8 @@ class Core:
     @property
     def busy(self) -> bool:
         """Whether a Tick would go on with work that is under way."""
-        return bool(self._jobs.busy or self._store.touches or self._store.husks)
+        store = self._store
+        return bool(self._jobs.busy or store.touches or store.husks or self._seals.waiting)
 
     def next_deadline(self) -> int | None:
         """When a Tick is due next, ns; None if nothing is."""

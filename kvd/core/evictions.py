@@ -118,7 +118,11 @@ class Evictions:
                 return Found.DONE
         queue = self._coldest(queues, search)
         if queue < 0:
-            return Found.NOTHING
+            if not store.policy_failed or search.failing:
+                return Found.NOTHING
+            search.failing = True
+            search.passed.clear()
+            return Found.AGAIN
         row = self._victim(queue, search)
         if row == NONE:
             return Found.AGAIN

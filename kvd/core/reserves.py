@@ -120,6 +120,9 @@ class Reserves:
                 break
             if spent(store):
                 yield Pause.SLICE
+        there = [row for row in pinned if store.chunks.ready[row]]
+        if there:  # who would store it again has used it
+            store.touch(np.array(there[-1:], np.int64))
         for n, row in enumerate(pinned):
             store.unpin(row)
             if n % 8 == 7 and spent(store):

@@ -48,6 +48,7 @@ class Store:
         self.out: list[Action] = []
         self.now = 0
         self.units = 0  # work done in this slice, see jobs.py
+        self.policy_failed = False  # it may not know all that is resident
         self.draining = False  # takes no stores any more
         # Handles and generations go on from the epoch, so that none is ever given twice, in this
         # life or another.
@@ -242,6 +243,7 @@ class Store:
             advise()
         except Exception:  # noqa: BLE001 - counted; the store is right without its advice
             self.counters.own["policy_errors", ""] += 1
+            self.policy_failed = True
 
     def free_slot(self, record: int, *, adopted: bool = False) -> None:
         """The slot's generation changes now, before anybody can get it."""

@@ -191,7 +191,7 @@ class Writes:
             cells.marks[cell] |= col.SEALED
             flags = chunks.flags[row] | HeaderFlag.SEALED
             store.counters.own["shards_sealed", "client"] += 1
-        else:
+        elif store.config.seals_in_flight:
             store.unsealed.append(cell)
         store.out.append(PatchRecord(item.record, state=State.READY, flags=flags, digest=digest))
         chunks.writing[row] -= 1
