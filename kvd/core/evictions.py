@@ -9,6 +9,7 @@ which order the others go. NO_SPACE means that every candidate was looked at.
 from __future__ import annotations
 
 from enum import Enum, auto
+from itertools import islice
 
 from kvd.core import columns as col
 from kvd.core.actions import AssignSlab
@@ -116,6 +117,11 @@ class Evictions:
             if row != NONE:
                 store.drop(row, "capacity", evicted=True)
                 return Found.DONE
+        for queue in queues:
+            for row in islice(reversed(store.lost[queue]), _SKIPS):
+                if self.legal(row):
+                    store.drop(row, "capacity", evicted=False)
+                    return Found.DONE
         queue = self._coldest(queues, search)
         if queue < 0:
             if not store.policy_failed or search.failing:

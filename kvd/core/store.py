@@ -56,6 +56,7 @@ class Store:
         self._generation = config.epoch
         self.holes: list[dict[int, None]] = []  # by queue
         self.bad: list[dict[int, None]] = []  # by queue: nothing left but quarantined shards
+        self.lost: list[dict[int, None]] = []  # by queue: the policy failed to take them
         self.residents: list[int] = []  # by queue: chunks in the policy
         self.husks: deque[int] = deque()  # rows that may be empty by now
         self.pinned: dict[int, int] = {}  # chunks that a request in progress relies on
@@ -209,6 +210,7 @@ class Store:
         while len(self.holes) < len(self.spaces.queue_classes):
             self.holes.append({})
             self.bad.append({})
+            self.lost.append({})
             self.residents.append(0)
 
     # -- shards ---------------------------------------------------------------------------------
@@ -221,7 +223,7 @@ class Store:
         self.holes[space.queues[0]].pop(row, None)
         self.bad[queue].pop(row, None)
         self.residents[queue] += 1
-        self.guard(
+        known = self.guard(
             lambda: self.policy.insert(
                 row,
                 parent=chunks.parent[row],
@@ -231,19 +233,25 @@ class Store:
                 now=self.now,
             )
         )
+        if not known:
+            self.lost[queue][row] = None
 
     def leave(self, row: int, *, evicted: bool) -> None:
         """No shard is ready any more."""
-        self.residents[self.queue(row)] -= 1
+        queue = self.queue(row)
+        self.residents[queue] -= 1
+        self.lost[queue].pop(row, None)
         self.guard(lambda: self.policy.forget(row, evicted=evicted))
 
-    def guard(self, advise: Callable[[], object]) -> None:
-        """A policy that raises costs order, never service."""
+    def guard(self, advise: Callable[[], object]) -> bool:
+        """A policy that raises costs order, never service. Whether it didn't."""
         try:
             advise()
+            return True
         except Exception:  # noqa: BLE001 - counted; the store is right without its advice
             self.counters.own["policy_errors", ""] += 1
             self.policy_failed = True
+            return False
 
     def free_slot(self, record: int, *, adopted: bool = False) -> None:
         """The slot's generation changes now, before anybody can get it."""
