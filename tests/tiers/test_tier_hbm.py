@@ -32,6 +32,8 @@ class OnTensors:
 
 
 class TestCpuTensors(Conformance):
+    """The conformance suite: K26 (device copies that fail), K43."""
+
     @pytest.fixture
     def medium(self) -> Medium:
         return OnTensors("cpu")

@@ -33,6 +33,8 @@ class OnRedis:
 
 
 class TestRedis(Conformance):
+    """The conformance suite: K25, K26, K30, K35, K43, K64."""
+
     @pytest.fixture
     def medium(self, redis_server: Redis) -> Medium:
         return OnRedis(redis_server)

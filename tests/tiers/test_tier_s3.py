@@ -33,6 +33,8 @@ class OnSeaweed:
 
 
 class TestS3(Conformance):
+    """The conformance suite: K25, K26, K30, K35, K43, K64, K65, K73, K86."""
+
     @pytest.fixture
     def medium(self, seaweed: Seaweed, aws_keys: None) -> Medium:
         return OnSeaweed(seaweed)
