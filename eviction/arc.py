@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvd.eviction.ghosts import Ghosts
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy
 from kvd.eviction.walk import Walk
@@ -44,6 +47,10 @@ class Arc(LeafPolicy):
     def _first(self, chunk: int, ghost: int, size: int, time: int) -> float:
         self._peak = max(self._peak, self._len)
         return float(time)
+
+    def _came(self, chunks: NDArray[np.int64], times: NDArray[np.int64]) -> None:
+        super()._came(chunks, times)
+        self._peak = max(self._peak, self._len)
 
     def _use(self, chunk: int, time: int, same: bool) -> None:
         self._score[chunk] = float(time)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from math import nan
 from typing import Any
@@ -155,8 +155,7 @@ class LeafPolicy(Policy):
     def insert(
         self, chunk: int, *, parent: int, queue: int, size: int, ghost: int, now: int
     ) -> None:
-        if chunk >= len(self._home):
-            self._grow(chunk + 1)
+        self._grow(max(chunk, parent) + 1)
         time = self._clock(now)
         newest, self._newest = self._newest, chunk
         home = queue * self._lists + self._list_of(chunk, ghost)
@@ -167,14 +166,51 @@ class LeafPolicy(Policy):
         self._entry[chunk] = nan
         self._parent[chunk] = parent
         if parent >= 0:
-            if parent >= len(self._home):
-                self._grow(parent + 1)
             self._parent_life[chunk] = self._life[parent]
             self._kids[parent] += 1
         self._len += 1
         self._score[chunk] = self._first(chunk, ghost, size, time)
         if newest >= 0 and not self._kids[newest]:
             self._expose(newest)
+
+    def load(
+        self,
+        order: NDArray[np.int64],
+        born: NDArray[np.int64],
+        *,
+        parents: NDArray[np.int64],
+        queue: int,
+        size: int,
+        ghost: Callable[[int], int],
+    ) -> None:
+        if not len(order):
+            return
+        self._grow(int(max(order.max(), parents.max())) + 1)
+        if self._origin is None:
+            self._origin = int(born.min()) - self._time - 1
+        # None before its descendants: an ancestor was used as late as they were.
+        times = np.maximum.accumulate(born) - self._origin
+        self._time = max(self._time, int(times[-1]))
+        home = queue * self._lists
+        np.frombuffer(self._home, np.int32)[order] = home
+        np.frombuffer(self._used)[order] = times
+        np.frombuffer(self._entry)[order] = nan
+        np.frombuffer(self._parent, np.int32)[order] = parents
+        np.frombuffer(self._digest, np.uint64)[order] = [ghost(chunk) for chunk in order.tolist()]
+        linked = order[parents >= 0]
+        above = parents[parents >= 0]
+        lives = np.frombuffer(self._life, np.uint32)
+        np.frombuffer(self._parent_life, np.uint32)[linked] = lives[above]
+        np.add.at(np.frombuffer(self._kids, np.int32), above, 1)
+        self._count[home] = self._count.get(home, 0) + len(order)
+        self._len += len(order)
+        self._came(order, times)
+        for chunk in order[np.frombuffer(self._kids, np.int32)[order] == 0].tolist():
+            self._expose(chunk)
+
+    def _came(self, chunks: NDArray[np.int64], times: NDArray[np.int64]) -> None:
+        """Scores of many that became resident at once, without ghosts; they are in list 0."""
+        np.frombuffer(self._score)[chunks] = times
 
     def touch(self, chain: Sequence[int], now: int) -> None:
         time = self._clock(now)
@@ -229,6 +265,8 @@ class LeafPolicy(Policy):
         return parent if self._life[parent] == self._parent_life[chunk] else ABSENT
 
     def _grow(self, need: int) -> None:
+        if need <= len(self._home):
+            return
         more = max(need, 2 * len(self._home), 64) - len(self._home)
         for field, fill in self._columns():
             field.extend(array(field.typecode, [fill]) * more)

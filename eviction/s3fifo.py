@@ -11,6 +11,9 @@ from array import array
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvd.eviction.ghosts import Ghosts
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy
 from kvd.eviction.walk import Walk
@@ -41,6 +44,10 @@ class S3Fifo(LeafPolicy):
         if self._home[chunk] % 2 == MAIN:
             self._promote(self._parent_of(chunk), time)
         return float(time)
+
+    def _came(self, chunks: NDArray[np.int64], times: NDArray[np.int64]) -> None:
+        super()._came(chunks, times)
+        self._peak = max(self._peak, self._len)
 
     def _use(self, chunk: int, time: int, same: bool) -> None:
         if not same:
