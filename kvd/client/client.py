@@ -8,6 +8,7 @@ miss.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
@@ -139,6 +140,8 @@ class Client(Storing, Loading, Looking):
         self.close()
 
     def __del__(self) -> None:
+        if sys.is_finalizing():  # half of the modules are gone; the kernel closes everything
+            return
         channel = getattr(self, "_channel", None)
         if channel is not None and fork.is_ours(channel):
             channel.close()
