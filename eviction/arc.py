@@ -70,13 +70,13 @@ class Arc(LeafPolicy):
         share = self._target / max(self._len, 1)
         while True:
             which = ONCE if once > share * (once + again) else AGAIN
-            chunk = walk.take(which)
+            chunk = walk.take_either(which, 1 - which)
             if chunk < 0:
-                which = 1 - which
-                chunk = walk.take(which)
-                if chunk < 0:
-                    return
-            once, again = (once - 1, again) if which == ONCE else (once, again - 1)
+                return
+            if self._home[chunk] == home:
+                once -= 1
+            else:
+                again -= 1
             yield chunk
 
     def coldness(self, queue: int, now: int) -> float | None:

@@ -127,7 +127,8 @@ class LeafPolicy(Policy):
         heappush(heap, (score, chunk))
 
     def _top(self, home: int) -> int:
-        """The leaf with the lowest score, or -1; puts stale entries right on the way."""
+        """The leaf with the lowest score but for what is held back, or -1; puts stale entries
+        right on the way."""
         heap = self._heaps.get(home)
         while heap:
             score, chunk = heap[0]
@@ -141,10 +142,14 @@ class LeafPolicy(Policy):
                 heapreplace(heap, (self._score[chunk], chunk))
             else:
                 return chunk
-        newest = self._newest
-        if newest >= 0 and self._home[newest] == home and not self._kids[newest]:
-            return newest
         return ABSENT
+
+    def _held(self, queue: int) -> int:
+        """The chunk that is held back, if it is a leaf of this queue, or -1."""
+        newest = self._newest
+        if newest < 0 or self._kids[newest] or self._home[newest] // self._lists != queue:
+            return ABSENT
+        return newest
 
     def resident(self, chunk: int) -> bool:
         """Whether the id is here now."""
@@ -241,11 +246,13 @@ class LeafPolicy(Policy):
 
     def victims(self, queue: int, now: int) -> Iterator[int]:
         walk = Walk(self, (queue * self._lists,))
-        while (chunk := walk.take(0)) >= 0:
+        while (chunk := walk.take(0)) >= 0 or (chunk := walk.last()) >= 0:
             yield chunk
 
     def coldness(self, queue: int, now: int) -> float | None:
         chunk = self._top(queue * self._lists)
+        if chunk < 0:
+            chunk = self._held(queue)
         return None if chunk < 0 else self.value(chunk, now)
 
     def value(self, chunk: int, now: int) -> float:
@@ -290,10 +297,14 @@ class LeafPolicy(Policy):
     def snapshot(self) -> dict[str, Any]:
         """Columns of the resident chunks, little-endian; scores and time are our own."""
         ids = np.flatnonzero(np.frombuffer(self._home, dtype=np.int32) >= 0).astype("<i8")
-        parents = np.array([self._parent_of(c) for c in ids.tolist()], dtype="<i8")
+        parents = np.frombuffer(self._parent, dtype=np.int32)[ids].astype("<i8")
+        lives = np.frombuffer(self._life, dtype=np.uint32)
+        known = np.frombuffer(self._parent_life, dtype=np.uint32)[ids]
+        parents[(parents >= 0) & (lives[parents] != known)] = ABSENT
         return {
             "policy": self.name,
             "time": self._time,
+            "newest": self._newest,
             "ids": ids.tobytes(),
             "parent": parents.tobytes(),
             **{name: self._column(name, ids).tobytes() for name in self._saved()},
@@ -311,7 +322,8 @@ class LeafPolicy(Policy):
             return
         if int(ids.min()) < 0:
             raise ValueError("negative chunk id in a snapshot")
-        self._grow(int(ids.max()) + 1)
+        self._grow(int(max(ids.max(), parents.max())) + 1)
+        self._newest = int(state["newest"])
         for name in self._saved():
             column: array[Any] = getattr(self, name)
             values = np.frombuffer(state[name], dtype=np.dtype(column.typecode).newbyteorder("<"))
@@ -319,14 +331,14 @@ class LeafPolicy(Policy):
                 raise ValueError(f"snapshot column {name} has {len(values)} of {len(ids)} values")
             np.frombuffer(column, dtype=column.typecode)[ids] = values
         for chunk, parent in zip(ids.tolist(), parents.tolist(), strict=True):
-            if self.resident(parent):
-                self._parent[chunk] = parent
+            self._parent[chunk] = parent
+            if parent >= 0:
                 self._parent_life[chunk] = self._life[parent]
                 self._kids[parent] += 1
         for chunk in ids.tolist():
             home = self._home[chunk]
             self._count[home] = self._count.get(home, 0) + 1
-            if not self._kids[chunk]:
+            if not self._kids[chunk] and chunk != self._newest:
                 self._entry[chunk] = self._score[chunk]
                 self._heaps.setdefault(home, []).append((self._score[chunk], chunk))
         for heap in self._heaps.values():

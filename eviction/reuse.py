@@ -141,13 +141,11 @@ class Reuse(LeafPolicy):
         for home in range(base, base + self._lists):
             if self._count.get(home):
                 chunk = self._top(home)
-                if chunk >= 0 and chunk != self._newest:
+                if chunk >= 0:
                     value = self._worth(chunk, time)
                     if best < 0 or value < least:
                         best, least = chunk, value
-        if best < 0 and self._newest >= 0 and self._home[self._newest] // self._lists == queue:
-            return self._newest
-        return best
+        return best if best >= 0 else self._held(queue)
 
     def victims(self, queue: int, now: int) -> Iterator[int]:
         time = self._peek(now)
@@ -157,24 +155,17 @@ class Reuse(LeafPolicy):
         yield first
         base = queue * self._lists
         walk = Walk(self, tuple(range(base, base + self._lists)))
-        heads = [walk.take(which) for which in range(self._lists)]
         while True:
             which, least = ABSENT, 0.0
-            for n, chunk in enumerate(heads):
-                if chunk == first:
-                    which = n
-                    break
+            for n in range(self._lists):
+                chunk = walk.peek(n)
                 if chunk >= 0:
                     value = self._worth(chunk, time)
                     if which < 0 or value < least:
                         which, least = n, value
-            if which < 0:
-                # What was held back stood in the way of a parent of another list.
-                heads = [walk.take(n) for n in range(self._lists)]
-                if max(heads) < 0:
-                    return
-                continue
-            chunk, heads[which] = heads[which], walk.take(which)
+            chunk = walk.take(which) if which >= 0 else walk.last()
+            if chunk < 0:
+                return
             if chunk != first:
                 yield chunk
 
