@@ -203,6 +203,9 @@ class Moves:
         self._spec = handle
         self._layout = layout
         self._batch = batch
+        # whole buffers, where the engine has them: the client hashes while it copies
+        self._sources: Any = getattr(layout, "sources", None) or self.fill
+        self._targets: Any = getattr(layout, "targets", None) or self.take
 
     def fill(self, chunk: int, view: memoryview) -> None:
         self._layout.gather(chunk, np.frombuffer(view, dtype=np.uint8))
@@ -227,7 +230,7 @@ class Moves:
     def load_verified(self, keys: Chain) -> None:
         _all_ok(
             self._client.load_chunks(
-                self._spec, keys.hashes, self.take, batch=self._batch, verify=True
+                self._spec, keys.hashes, self._targets, batch=self._batch, verify=True
             ),
             "verified load",
         )
@@ -235,7 +238,12 @@ class Moves:
     def store_with_digests(self, keys: Chain) -> None:
         _all_ok(
             self._client.store_chunks(
-                self._spec, keys.hashes, keys.fingerprints, self.fill, batch=self._batch, seal=True
+                self._spec,
+                keys.hashes,
+                keys.fingerprints,
+                self._sources,
+                batch=self._batch,
+                seal=True,
             ),
             "store with digests",
         )
