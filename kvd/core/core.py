@@ -109,6 +109,11 @@ class Core:
         """The arena's memory is there up to `reserved` bytes."""
         self._store.slabs.grow(reserved)
 
+    def ask_room(self, room: Callable[[int, int], bool]) -> None:
+        """`room(slab, slot_size)`: take memory for the slab's records before it is cut into such
+        slots; False if there is none. Not asked: there always is."""
+        self._store.slabs.room = room
+
     def adopt(
         self,
         slot_sizes: Sequence[int],

@@ -37,18 +37,21 @@ class Move(NamedTuple):
 
 
 class Reclass:
-    """`legal(row)`: whether a chunk may be evicted; `assign(slab, size)`: give it a class."""
+    """`legal(row)`: whether a chunk may be evicted; `room(slab, size)`: whether the slab can have
+    that class; `assign(slab, size)`: give it."""
 
     def __init__(
         self,
         store: Store,
         jobs: Jobs,
         legal: Callable[[int], bool],
+        room: Callable[[int, int], bool],
         assign: Callable[[int, int], None],
     ) -> None:
         self._store = store
         self._jobs = jobs
         self._legal = legal
+        self._room = room
         self._assign = assign
         self._active: dict[int, int] = {}  # asking class -> slab that is being emptied
         self._evicted: dict[int, int] = {}  # asking class -> own evictions since the last look
@@ -91,6 +94,8 @@ class Reclass:
                 return False
             slab, limit = best
             tried.add(slab)
+            if not self._room(slab, size):
+                continue
             self._jobs.start(self._empty(slab, size, limit))
             if size in self._active or store.slabs.slot_sizes[slab] == size:
                 self._evicted.pop(size, None)

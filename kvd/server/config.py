@@ -51,6 +51,7 @@ class Config:
     stuck_s: float
     gc_freeze: bool
     arena_path: str
+    arena_any_fs: bool
     arena_size: int
     slab_size: int | None
     max_sessions: int

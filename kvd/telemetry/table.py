@@ -180,6 +180,12 @@ _ALL = (
     # slabs
     Metric("slabs_assigned", _C, "slabs", "Slabs given to a size class."),
     Metric(
+        "slabs_refused",
+        _C,
+        "slabs",
+        "Times that a slab could not be cut into smaller slots: no memory for their records.",
+    ),
+    Metric(
         "slab_changes",
         _C,
         "slabs",
