@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from kvd.client import Client
+from kvd.tools.cli.link import Link, Page
 from tests.daemon import DaemonProcess
 from tests.tools.cli import Stored, a_spec, kvd_cli, store_chain
 
@@ -207,6 +208,33 @@ def test_what_nothing_fits_is_said_so(house: House) -> None:
         done = kvd_cli("inspect", "chunks", *words, "--socket", house.daemon.socket)
         assert done.code == 1
         assert done.err.startswith("kvd-cli: no spec")
+
+
+def test_what_is_hidden_is_not_said_to_be_nothing(house: House) -> None:
+    """Nor is an empty daemon said to hold what does not fit."""
+    for words in (("-n", "nobody"), ("chunks", "-n", "nobody"), ("specs", "-n", "nobody"),
+                  ("--idle", "36500d")):  # fmt: skip
+        assert house.cli("inspect", *words) == "nothing there that fits\n"
+    with DaemonProcess() as daemon:
+        where = ("--socket", daemon.socket)
+        for words in ((), ("chunks",), ("namespaces",)):
+            assert kvd_cli("inspect", *words, *where).out == "the daemon holds nothing yet\n"
+        assert kvd_cli("inspect", "-n", "x", *where).out == "nothing there that fits\n"
+
+
+def test_whoever_sees_only_a_namespace_is_not_told_about_the_daemon(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Link.info
+    monkeypatch.setattr(
+        Link, "info", lambda link: told(link)._replace(admin=False, namespace="team")
+    )
+    monkeypatch.setattr(Link, "rows", lambda *asked: iter(()))
+    monkeypatch.setattr(Link, "page", lambda *asked: Page([], None))
+    for words, said in (((), "yet"), (("chunks",), "yet"), (("specs", "-n", "default"), "fits")):
+        out = house.cli("inspect", *words)
+        assert out.startswith("nothing there") and said in out
+        assert out.endswith("of what you may see: namespace team, without admin role\n")
 
 
 def test_pages_join_to_the_whole_without_doubles(house: House) -> None:
