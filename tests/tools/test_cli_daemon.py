@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -329,6 +331,20 @@ def test_json_of_every_command_is_ascii_and_one_object(house: House) -> None:
         out = kvd_cli(*words, "--json", "--socket", house.daemon.socket).out
         assert out.isascii()
         assert json.loads(out)["command"] == words[0]
+
+
+def test_a_daemon_that_drains_can_be_watched() -> None:
+    with DaemonProcess(args=("--drain-s", "60")) as daemon, Client(daemon.socket) as client:
+        stored = store_chain(client, a_spec(), 2)
+        with client.lookup(client.register(stored.spec), stored.hashes):  # it waits for this
+            daemon.signal(signal.SIGTERM)
+            status = ("status", "--json", "--socket", daemon.socket)
+            end = time.monotonic() + 10
+            while not (done := kvd_cli(*status)).json["draining"]:
+                assert time.monotonic() < end
+            assert done.code == 0 and done.json["tiers"][0]["state"] == "draining"
+            assert "draining" in kvd_cli("status", "--socket", daemon.socket).out
+        assert daemon.wait() == 0
 
 
 # -- as somebody else -----------------------------------------------------------------------------
