@@ -79,9 +79,10 @@ class KvdCache:
     payloads are compared with the digests in their records. In a forked child the connector makes
     a client of its own, unless one was given.
 
-    Raises ConfigError for a deadline that is none, and UnsupportedModel for a model whose KV a DynamicCache doesn't hold in full, or depends on
-    more than the tokens before. No call after that raises an error of kvd; a model that becomes
-    unsupported later (an adapter is attached) is computed without kvd.
+    Raises ConfigError for a deadline that is none, and UnsupportedModel for a model whose KV a
+    DynamicCache doesn't hold in full, or depends on more than the tokens before. No call after that
+    raises an error of kvd; a model that becomes unsupported later (an adapter is attached) is
+    computed without kvd.
 
     `counts` tells what happened, by name: prompts, prompt_tokens, reused_tokens, loaded_chunks,
     stored_chunks, and `load.REASON`, `store.REASON`, `bypass`. The client's methods may be called

@@ -268,7 +268,7 @@ def test_another_identity_never_hits(
 def test_a_deadline_that_is_none_is_refused_at_once(
     llama: Make, store: Any, deadline_s: float
 ) -> None:
-    with pytest.raises(ConfigError, match="deadline_s: .* from 0 to 2592000"):
+    with pytest.raises(ConfigError, match=r"deadline_s: .* from 0 to 2592000"):
         connector(llama(), store, deadline_s=deadline_s)
 
 
