@@ -155,7 +155,7 @@ _ALL = (
         "slots",
         "Condemned slots given back, by what proved that the writer stopped.",
         "reason",
-        ("aborted", "session", "lock"),
+        ("aborted", "committed", "session", "lock"),
     ),
     # integrity
     Metric("shards_sealed", _C, "shards", "Digests taken, by whom.", "by", ("daemon", "client")),

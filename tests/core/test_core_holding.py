@@ -241,10 +241,34 @@ def test_a_late_writer_meets_no_reader_and_no_other_writer(world: World) -> None
         taken = {r for r, h in world.memory.items() if h.state in (State.READY, State.WRITING)}
         assert not late & taken
     assert list(writer.commit(got.write).outcomes) == [O.EXPIRED] * 2
+    assert world.tier["condemned_bytes"] == 0
+    assert world.counter("slots_reclaimed", "committed") == 2
+    assert {world.memory[record].state for record in late} == {State.FREE}
+    assert isinstance(writer.abort(got.write), ac.Fail)
+
+
+def test_a_late_writer_that_aborts_gives_back_too(world: World) -> None:
+    writer = world.open()
+    writer.register(ONE)
+    got = writer.reserve(ONE, chain("p", 2), ttl=S)
+    world.advance(2 * S)
     assert world.tier["condemned_bytes"] == 2 * 8 * KIB
     assert list(writer.abort(got.write).outcomes) == [O.ABORTED] * 2
     assert world.tier["condemned_bytes"] == 0
     assert isinstance(writer.abort(got.write), ac.Fail)
+
+
+def test_a_client_that_is_always_late_never_runs_out_of_its_share() -> None:
+    world = World(write_share=0.125)  # 16 chunks
+    client = world.open()
+    client.register(ONE)
+    for n in range(100):
+        got = client.reserve(ONE, chain(n, 4), ttl=S)
+        assert list(got.outcomes) == [O.GRANTED] * 4
+        world.advance(S)
+        assert list(client.commit(got.write).outcomes) == [O.EXPIRED] * 4
+    assert world.tier["used_bytes"] == 0
+    assert client.store(ONE, chain("p", 4)) == [O.OK] * 4
 
 
 def test_condemned_slots_count_against_their_session() -> None:
