@@ -33,7 +33,7 @@ class CoreConfig:
     seals_in_flight: int = 64
     verifies_in_flight: int = 16
     copies_in_flight: int = 4
-    horizon_slack_ns: int = 30 * SECOND_NS  # the lease horizon is moved in steps of this
+    horizon_step_ns: int = SECOND_NS  # the lease horizon is moved in steps of this
 
     @property
     def records_per_slab(self) -> int:

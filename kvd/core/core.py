@@ -150,7 +150,7 @@ class Core:
         self._adoption.run(
             slot_sizes, records, numbers, namespaces, specs, locked, lease_horizon, suspects
         )
-        self._leases.horizon = lease_horizon
+        self._leases.adopt(lease_horizon)
         self._seals.pump()
         return store.out
 
@@ -213,6 +213,8 @@ class Core:
                 self._jobs.start(self._writes.expire(due.number))
             elif due.kind == "wait":
                 self._transfers.timed_out(due.number)
+            elif due.kind == "horizon":
+                self._leases.lower_horizon()
             else:
                 self._adoption.end_hold()
 
@@ -251,6 +253,7 @@ class Core:
                 session.stopped = True
         self._jobs.start(self._writes.lock_freed(event.public_id))
         self._adoption.lock_freed(event.public_id)
+        self._leases.lower_horizon()
 
     def _refuse(self, event: Any, error: KvdError) -> None:
         if not hasattr(event, "request"):

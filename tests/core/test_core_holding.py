@@ -177,7 +177,50 @@ def test_a_lease_expires_by_the_clock_and_renew_puts_it_off(world: World) -> Non
     client.renew(lease.lease, S)
     world.now += S
     assert isinstance(client.load(lease.lease), ac.Fail)
-    assert world.horizon > world.now  # never moves back
+
+
+def test_the_horizon_follows_the_latest_lease_that_there_is(world: World) -> None:
+    """So a next life holds nothing back for the readers of leases that had ended."""
+    client = world.open()
+    client.register(ONE)
+    keys = chain("p", 3)
+    client.store(ONE, keys)
+    short = client.lease(ONE, keys, lease=10 * S)
+    lease = client.lease(ONE, keys, lease=600 * S)
+    assert lease.expiry <= world.horizon < lease.expiry + S
+    client.release(lease.lease)
+    assert short.expiry <= world.horizon < short.expiry + S
+    assert client.renew(short.lease, 300 * S).expiry <= world.horizon
+    client.renew(short.lease, 20 * S)
+    assert world.horizon <= world.now + 21 * S
+    log = len(world.log)
+    for _ in range(100):  # what comes and goes is not written each time
+        client.release(client.lease(ONE, keys, lease=25 * S).lease)
+    assert sum(isinstance(a, ac.LeaseHorizon) for a in world.log[log:]) == 1
+    world.advance(2 * S)
+    assert world.horizon <= world.now + 19 * S
+    client.release(short.lease)
+    world.advance(2 * S)
+    assert world.horizon == 0
+
+
+def test_the_horizon_of_an_earlier_life_stands_while_its_readers_may_be_there(
+    world: World,
+) -> None:
+    client = world.open()
+    client.register(ONE)
+    client.store(ONE, chain("p", 3))
+    until = client.lease(ONE, chain("p", 3), lease=300 * S).expiry
+    for _ in range(2):
+        world.restart()
+        other = world.open()
+        other.register(ONE)
+        other.release(other.lease(ONE, chain("p", 3), lease=400 * S).lease)
+        assert until <= world.horizon < until + S
+    client.free_lock()
+    for later in list(world.locks):
+        world.handle(ev.LockFreed(later))
+    assert world.horizon == 0
 
 
 def test_a_sessions_leases_have_a_cap() -> None:

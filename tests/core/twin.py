@@ -805,6 +805,12 @@ class Twin:
         assert tier["leased_chunks"] == len(leased)
         assert stat["counters"]["active_leases"] == len(self.leases)
         assert stat["sessions"] == len(self.sessions)
+        latest = max((lease.expiry for lease in self.leases.values()), default=0)
+        if self.hold_until is not None:
+            latest = max(latest, self.hold_until)
+        soon = self.world.now + self.world.config.lease_default_ns
+        assert latest <= self.world.horizon
+        assert self.world.horizon <= max(latest, soon) + 2 * self.world.config.horizon_step_ns
         self._table()
 
     def _table(self) -> None:
