@@ -440,9 +440,9 @@ class Twin:
                 assert self.hand[action.record] == "ready"
             elif not isinstance(action, ac.Reply):
                 self.take(action)
-        for n in numbers:  # by a commit the writer says that it has stopped, come it too late or not
+        for n in numbers:  # a commit says that the writer has stopped, also one that is too late
             item = write.items[n]
-            assert item is None or item.phase == "done", "a slot was kept from a writer that stopped"
+            assert item is None or item.phase == "done", "a slot is kept for a writer that stopped"
         self._tidy()
 
     def aborted(self, event: ev.Abort, result: Any, actions: list[ac.Action]) -> None:
