@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvd.chunk import payload_digest
-from kvd.core import actions as ac
 from kvd.core import CoreFault
+from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.errors import ErrorCode
 from kvd.server.counters import Counters

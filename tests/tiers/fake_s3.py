@@ -226,7 +226,8 @@ class FakeS3:
         return self.modified.get(key, time.time())
 
     def get(self, r: Request, there: bytes) -> Response:
-        headers = {"ETag": etag(there), "Last-Modified": formatdate(self._modified(r.key), usegmt=True)}
+        modified = formatdate(self._modified(r.key), usegmt=True)
+        headers = {"ETag": etag(there), "Last-Modified": modified}
         if r.headers.get("if-match", etag(there)) != etag(there):
             return error(412, "PreconditionFailed")
         if "range" in r.headers:

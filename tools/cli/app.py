@@ -16,6 +16,7 @@ from kvd.tools.cli.options import connection, places
 from kvd.tools.cli.settings import config
 from kvd.tools.cli.status import status
 from kvd.tools.cli.units import clean, format_duration
+from kvd.tools.simulate.command import simulate
 from kvd.wire.versions import MAJOR, MINOR
 
 _EPILOG = """\b
@@ -129,5 +130,5 @@ def version(
         output.say(f"daemon    {clean(daemon['version'])} (instance {clean(daemon['instance'])})")
 
 
-for _command in (status, inspect, evict, config, ping, version):
+for _command in (status, inspect, evict, simulate, config, ping, version):
     cli.add_command(_command)
