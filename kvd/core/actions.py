@@ -66,6 +66,7 @@ class LookupResult(NamedTuple):
     expiry: int  # ns
     load: LoadResult | None
     reserved: ReserveResult | None  # for the keys from `leading` on
+    tiers: bytes = b""  # where hits lie, one byte a key: 0 DRAM, n the n-th below; empty: all DRAM
 
 
 class WaitResult(NamedTuple):
@@ -104,6 +105,14 @@ class StatResult(NamedTuple):
     stat: dict[str, Any]
 
 
+class TierResult(NamedTuple):
+    """`chunks`: how many a drain will write, or a scrub will read."""
+
+    ok: bool
+    detail: str
+    chunks: int
+
+
 class DoneResult(NamedTuple):
     """Cancel and other requests that have nothing to say."""
 
@@ -119,6 +128,7 @@ Result = (
     | EvictResult
     | ListResult
     | StatResult
+    | TierResult
     | DoneResult
 )
 
@@ -159,12 +169,14 @@ class LeaseHorizon(NamedTuple):
 
 
 class Seal(NamedTuple):
-    """Compute the digest of a slot in the background; answer with Sealed."""
+    """Compute the digest of a slot in the background; answer with Sealed. `urgent`: somebody waits
+    for it, so it is not put off."""
 
     record: int
     generation: int
     offset: int
     length: int
+    urgent: bool = False
 
 
 class Verify(NamedTuple):
@@ -187,4 +199,90 @@ class Copy(NamedTuple):
     length: int
 
 
-Action = Reply | Fail | AssignSlab | WriteRecord | PatchRecord | LeaseHorizon | Seal | Verify | Copy
+# -- work for the tiers below -------------------------------------------------------------------
+
+
+class TierWrite(NamedTuple):
+    """Put a sealed slot's payload into a tier; answer with TierWritten. The slot's bytes are the
+    tier's to read until then. `deadline`: ns."""
+
+    job: int
+    tier: int
+    header: ChunkHeader
+    offset: int
+    length: int
+    deadline: int
+
+
+class TierRead(NamedTuple):
+    """Fill a slot, which is nobody else's until then, from a tier; answer with TierReadDone."""
+
+    job: int
+    tier: int
+    kind: int
+    namespace: bytes  # digest
+    spec: bytes
+    chunk: bytes
+    shard: int
+    at: int
+    generation: int
+    offset: int
+    length: int
+    deadline: int
+
+
+class TierScrub(NamedTuple):
+    """Read a payload to see whether it holds, into memory of the server's own; answer with
+    TierReadDone."""
+
+    job: int
+    tier: int
+    kind: int
+    namespace: bytes
+    spec: bytes
+    chunk: bytes
+    shard: int
+    at: int
+    generation: int
+    length: int
+    deadline: int
+
+
+class TierDelete(NamedTuple):
+    """Forget a shard in a tier; answer with TierDeleted."""
+
+    job: int
+    tier: int
+    kind: int
+    namespace: bytes
+    spec: bytes
+    chunk: bytes
+    shard: int
+    at: int
+    generation: int
+    deadline: int
+
+
+class ScrubCursor(NamedTuple):
+    """A scrub has got to this part of all keys: kept, so that a later life goes on there."""
+
+    tier: int
+    part: int
+
+
+Action = (
+    Reply
+    | Fail
+    | AssignSlab
+    | WriteRecord
+    | PatchRecord
+    | LeaseHorizon
+    | Seal
+    | Verify
+    | Copy
+    | TierWrite
+    | TierRead
+    | TierScrub
+    | TierDelete
+    | ScrubCursor
+)

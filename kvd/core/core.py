@@ -19,11 +19,16 @@ from kvd.core import events as ev
 from kvd.core.adoption import Adoption
 from kvd.core.checks import Checks
 from kvd.core.config import CoreConfig
+from kvd.core.demotions import Demotions
 from kvd.core.evictions import Evictions
-from kvd.core.jobs import Jobs, Work
+from kvd.core.fetches import Fetches
+from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.leases import Lease, Leases
 from kvd.core.listing import Listing
+from kvd.core.recovery import Found, Recovery
 from kvd.core.reserves import Request, Reserves
+from kvd.core.rooms import Rooms
+from kvd.core.scrubs import Scrubs
 from kvd.core.sealing import Seals
 from kvd.core.sessions import Session
 from kvd.core.stats import stat
@@ -64,18 +69,27 @@ class Core:
 
     def __init__(self, config: CoreConfig, policy: Callable[[], Policy]) -> None:
         self.config = config
-        self._store = Store(config, policy())
+        self._store = Store(config, policy(), [policy() for _ in config.tiers])
         self._checks = Checks(self._store)
         self._jobs = Jobs(self._store)
         self._evictions = Evictions(self._store, self._jobs)
+        self._fetches = Fetches(self._store, self._jobs, self._evictions)
+        self._rooms = Rooms(self._store, self._jobs, self._fetches)
+        self._scrubs = Scrubs(self._store, self._jobs, self._fetches)
+        self._seals = Seals(self._store)
+        self._demotions = Demotions(
+            self._store, self._jobs, self._evictions, self._rooms, self._seals.urge
+        )
         self._writes = Writes(self._store)
         self._reserves = Reserves(self._store, self._writes, self._evictions)
         self._leases = Leases(self._store)
-        self._transfers = Transfers(self._store)
+        self._transfers = Transfers(self._store, self._fetches)
         self._leases.ended = self._transfers.lease_ended
-        self._seals = Seals(self._store)
-        self._listing = Listing(self._store, self._writes)
+        self._leases.kept = self._fetches.keep
+        self._leases.second = self._demotions.hit
+        self._listing = Listing(self._store, self._writes, self._rooms)
         self._adoption = Adoption(self._store, self._writes, self._jobs)
+        self._recovery = Recovery(self._store, self._jobs, self._adoption)
         self._begun: int | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.OpenSession: self._open_session,
@@ -97,6 +111,13 @@ class Core:
             ev.Sealed: lambda e: self._seals.sealed(e.record, e.generation, e.digest),
             ev.Verified: lambda e: self._transfers.verified(e.record, e.generation, e.ok),
             ev.Copied: lambda e: self._evictions.reclass.copied(e.copy, e.ok),
+            ev.TierState: self._tier_state,
+            ev.TierWritten: self._tier_written,
+            ev.TierReadDone: self._tier_read,
+            ev.TierDeleted: self._tier_deleted,
+            ev.TierRecovered: self._tier_recovered,
+            ev.TierScrubbedTo: lambda e: self._scrubs.resume(e.tier, e.part),
+            ev.TierCommand: self._tier_command,
             ev.Tick: self._tick,
             ev.Drain: self._drain,
         }
@@ -115,6 +136,11 @@ class Core:
                 self._refuse(event, error)
             if len(store.touches) > _TOUCH_LIMIT:
                 store.apply_touches(TOUCH_SLICE)
+            if store.layered:
+                self._demotions.pump()
+                self._fetches.pump()
+                self._fetches.sweep()
+                self._scrubs.pump()
             self._seals.pump()
         except Exception as error:
             if hasattr(event, "request"):
@@ -154,15 +180,43 @@ class Core:
         self._seals.pump()
         return store.out
 
+    def recover(
+        self,
+        tier: int,
+        records: NDArray[Any],
+        at: NDArray[Any],
+        generation: NDArray[Any],
+        now: int,
+    ) -> list[ac.Action]:
+        """Take up all that lies in a tier below, at once. Pre: after `adopt`, before the first
+        event of a client."""
+        store = self._begin(now)
+        lower = store.ladder.lowers[tier]
+        self._recovery.whole(Found(lower, records, at, generation))
+        return store.out
+
+    def recovered(self) -> None:
+        """All tiers that can tell at once what lies there have told."""
+        self._store.spaces.forget_unused()
+
     @property
     def busy(self) -> bool:
         """Whether a Tick would go on with work that is under way."""
         store = self._store
-        return bool(self._jobs.busy or store.touches or store.husks or self._seals.waiting)
+        if self._jobs.busy or store.touches or store.husks or self._seals.waiting:
+            return True
+        return store.layered and bool(
+            store.fleeting or self._fetches.stalled or self._demotions.busy
+        )
 
     def next_deadline(self) -> int | None:
         """When a Tick is due next, ns; None if nothing is."""
         return self._store.timers.next()
+
+    @property
+    def moving(self) -> int:
+        """Chunks that are on their way down, or wait for it."""
+        return self._demotions.moving
 
     @property
     def leases(self) -> int:
@@ -187,7 +241,18 @@ class Core:
     def stat(self, namespace: str | None = None) -> dict[str, Any]:
         """Sections of plain values; with a namespace, only its own tenant's."""
         uptime = self._store.now - (self._begun or 0)
-        return stat(self._store, self._leases, self._writes, uptime, namespace)
+        return stat(
+            self._store,
+            self._leases,
+            self._writes,
+            uptime,
+            namespace,
+            {
+                "moving": self._demotions.moving,
+                "fetches_queued": self._fetches.queued,
+                "records_waiting": self._recovery.waiting,
+            },
+        )
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -213,6 +278,12 @@ class Core:
                 self._jobs.start(self._writes.expire(due.number))
             elif due.kind == "wait":
                 self._transfers.timed_out(due.number)
+            elif due.kind == "tier":
+                self._tier_late(due.number)
+            elif due.kind == "scrub":
+                self._scrubs.due(due.number)
+            elif due.kind == "room":
+                self._jobs.wake(Pause.DEMOTION)
             elif due.kind == "horizon":
                 self._leases.lower_horizon()
             else:
@@ -228,6 +299,79 @@ class Core:
 
     def _drain(self, event: ev.Drain) -> None:
         self._store.draining = True
+        for lower in self._store.ladder.lowers:
+            if lower.writable:
+                self._demotions.drain(lower)
+                break
+
+    # -- tiers below ----------------------------------------------------------------------------
+
+    def _tier_state(self, event: ev.TierState) -> None:
+        ladder = self._store.ladder
+        lower = ladder.lowers[event.tier]
+        lower.told_readable, lower.told_writable = event.readable, event.writable
+        ladder.refresh()
+        self._jobs.wake(Pause.DEMOTION)
+
+    def _tier_written(self, event: ev.TierWritten) -> None:
+        job = self._store.ladder.end(event.job)
+        if job is not None:
+            self._demotions.done(
+                job, event.answer, event.at, event.generation, event.room, event.empty
+            )
+
+    def _tier_read(self, event: ev.TierReadDone) -> None:
+        job = self._store.ladder.end(event.job)
+        if job is None:
+            return
+        if job.kind == "scrub":
+            fits = event.header is not None and self._fetches.fits(job.cell, event.header)
+            self._scrubs.done(job, event.answer, fits=fits)
+        else:
+            self._fetches.done(job, event.answer, event.header)
+
+    def _tier_deleted(self, event: ev.TierDeleted) -> None:
+        job = self._store.ladder.end(event.job)
+        if job is not None:
+            self._store.counters.own["shards_deleted", event.answer.value] += 1
+            self._rooms.deleted(job)
+
+    def _tier_recovered(self, event: ev.TierRecovered) -> None:
+        lower = self._store.ladder.lowers[event.tier]
+        found = Found(lower, event.records, event.at, event.generation)
+        self._jobs.start(self._recovery.slices(found))
+
+    def _tier_late(self, number: int) -> None:
+        """A job did not come back in time."""
+        job = self._store.ladder.late(number)
+        if job is None:
+            return
+        if job.kind == "read":
+            self._fetches.late(job)
+        elif job.kind == "write":
+            self._demotions.late(job)
+        elif job.kind == "delete":
+            self._rooms.late(job)
+
+    def _tier_command(self, event: ev.TierCommand) -> None:
+        session = self._checks.session(event.session)
+        if not session.admin:
+            raise AuthError("commands to tiers need the admin role")
+        lower = self._store.ladder.find(event.tier)
+        if lower is None:
+            known = ", ".join(low.name for low in self._store.ladder.lowers) or "none"
+            raise BadKey(f"tier {event.tier!r} is unknown: {known}")
+        if event.command == "drain":
+            chunks = self._demotions.drain(lower)
+            result = ac.TierResult(lower.writable, "" if lower.writable else "degraded", chunks)
+        elif event.command == "scrub":
+            self._scrubs.ask(lower.number)
+            result = ac.TierResult(
+                lower.readable, "" if lower.readable else "degraded", lower.chunks
+            )
+        else:
+            raise BadKey(f"command {event.command!r} is unknown: probe, drain, scrub")
+        self._reply(event, result)
 
     # -- sessions -------------------------------------------------------------------------------
 
@@ -236,6 +380,7 @@ class Core:
             raise InternalError(f"session {event.session} is open already")
         self._store.sessions.open(Session(*event))
         self._store.spaces.name(event.namespace)
+        self._recovery.known()
         self._store.counters.own["sessions_opened", ""] += 1
 
     def _close_session(self, event: ev.CloseSession) -> None:
@@ -367,7 +512,9 @@ class Core:
         if lease is not None and flags & _LOAD:
             load = self._transfers.load(lease, None, shards)
         number, expiry = (lease.number, lease.expiry) if lease is not None else (0, 0)
-        result = ac.LookupResult(looked.outcomes, looked.leading, number, expiry, load, None)
+        result = ac.LookupResult(
+            looked.outcomes, looked.leading, number, expiry, load, None, looked.tiers
+        )
         if ask is None or looked.leading == count:
             self._reply(event, result)
             return
@@ -476,4 +623,5 @@ class Core:
                 f"no more than {self.config.max_specs} specs are kept, and so many are registered"
             )
         spaces.register(event.spec, session.namespace)
+        self._recovery.known()
         self._reply(event, ac.SpecResult(event.spec.digest))

@@ -74,6 +74,16 @@ class Selecting:
                 return "unsealed"
         return "sealed"
 
+    def there(self, row: int, tier: str | None) -> bool:
+        """Whether the chunk lies in the tier, or (None) in any."""
+        store = self.store
+        if tier == TIER or not store.layered:
+            return store.resident(row)
+        lower = None if tier is None else store.ladder.find(tier)
+        if lower is None:
+            return store.resident(row) or bool(store.chunks.below[row])
+        return bool(lower.count[row])
+
     def check(self, selector: Selector) -> None:
         if selector.state is not None and selector.state not in STATES:
             raise BadKey(f"state {selector.state!r} is unknown: {', '.join(STATES)}")
@@ -86,7 +96,7 @@ class Selecting:
 
     def spaces(self, session: Session, selector: Selector) -> list[Space]:
         """Spaces that the session may see and the selector names."""
-        if selector.tier is not None and selector.tier != TIER:
+        if selector.tier not in (None, TIER) and self.store.ladder.find(selector.tier) is None:
             return []
         if selector == Selector():
             return []
@@ -104,6 +114,10 @@ class Selecting:
         store, chunks = self.store, self.store.chunks
         if not chunks.space[row] or store.is_empty(row):
             return False
+        tier = selector.tier
+        if tier is not None and not self.there(row, tier):
+            if tier != TIER or not chunks.writing[row]:
+                return False
         prefix = selector.key_prefix
         if prefix is not None and not chunks.key_of(row).startswith(prefix):
             return False

@@ -14,7 +14,12 @@ from kvd.core.writes import Phase, Writes
 
 
 def stat(
-    store: Store, leases: Leases, writes: Writes, uptime_ns: int, namespace: str | None
+    store: Store,
+    leases: Leases,
+    writes: Writes,
+    uptime_ns: int,
+    namespace: str | None,
+    moving: dict[str, int],
 ) -> dict[str, Any]:
     """All sections; of one tenant, or of all (namespace None). A tenant's has its own counters and
     gauges, and of the tiers how full they are, for that is what it is refused by."""
@@ -29,6 +34,8 @@ def stat(
             "condemned_bytes": store.condemned_bytes,
             "held_bytes": store.held_bytes,
             "pending_touches": len(store.touches),
+            "transient_bytes": store.transient_bytes,
+            **moving,
         }
         counters = store.counters.total()
         sessions = len(store.sessions)
@@ -50,11 +57,30 @@ def stat(
         "leased_chunks": gauges["leased_chunks"],
         "state": "draining" if store.draining else "ok",
     }
+    below = [
+        {
+            "name": lower.name,
+            "chunks": lower.chunks,
+            "payload_bytes": lower.bytes,
+            "policy": lower.config.policy.value,
+            "reading": lower.reading,
+            "writing": lower.writing,
+            "overdue": lower.overdue,
+            "state": "ok" if lower.readable and lower.writable else "degraded",
+        }
+        for lower in store.ladder.lowers
+    ]
+    if namespace is not None:  # how much others have there is nobody's business
+        below = [{"name": row["name"], "state": row["state"]} for row in below]
+    elif below:
+        tier["transient_bytes"] = store.transient_bytes
     names = store.counters.namespaces() if namespace is None else [namespace]
     tenants = {
         name: {
             "chunks": sum(s.chunks for s in spaces if s.namespace == name),
             "bytes": sum(s.bytes for s in spaces if s.namespace == name),
+            "chunks_below": sum(s.alone for s in spaces if s.namespace == name),
+            "bytes_below": sum(s.below_bytes for s in spaces if s.namespace == name),
             "counters": as_dict(store.counters.tenant(name)),
         }
         for name in names
@@ -64,7 +90,7 @@ def stat(
         "epoch": store.config.epoch,
         "uptime_s": uptime_ns / 1e9,
         "sessions": sessions,
-        "tiers": [tier],
+        "tiers": [tier, *below],
         "counters": {**counters, **gauges},
         "tenants": tenants,
     }

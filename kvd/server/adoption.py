@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from kvd.arena import MEMORY_KINDS, ArenaOwner, file_system_kind
 from kvd.chunk import KVSpec
-from kvd.core import Core, CoreConfig
+from kvd.core import Core, CoreConfig, TierConfig
 from kvd.errors import ArenaError, ConfigError, SpecError
 from kvd.eviction.lru import Lru
 from kvd.server.config import Config
@@ -82,7 +82,7 @@ def check_arena_path(config: Config) -> None:
     )
 
 
-def core_config(config: Config, arena: ArenaOwner) -> CoreConfig:
+def core_config(config: Config, arena: ArenaOwner, tiers: Sequence[TierConfig] = ()) -> CoreConfig:
     return CoreConfig(
         instance=config.instance,
         epoch=arena.epoch,
@@ -98,15 +98,24 @@ def core_config(config: Config, arena: ArenaOwner) -> CoreConfig:
         max_specs=config.max_specs,
         write_share=config.write_share,
         lease_share=config.lease_share,
+        tiers=tuple(tiers),
+        high=config.watermarks[0],
+        low=config.watermarks[1],
+        transient_share=config.transient_share,
+        room_wait_ns=int(config.room_wait_s * NS),
     )
 
 
 def open_core(
-    config: Config, arena: ArenaOwner, namespaces: Sequence[str], counters: Counters
+    config: Config,
+    arena: ArenaOwner,
+    namespaces: Sequence[str],
+    counters: Counters,
+    tiers: Sequence[TierConfig] = (),
 ) -> Opened:
     """A core over the arena, with what was adopted in it."""
     begun = time.monotonic()
-    core = Core(core_config(config, arena), Lru)
+    core = Core(core_config(config, arena, tiers), Lru)
     core.ask_room(arena.reserve_records)
     core.grow(arena.reserved)
     registry = SpecRegistry(arena, core, counters)

@@ -24,6 +24,7 @@ from kvd.server.transfers import Job, Transfers
 if TYPE_CHECKING:
     from kvd.arena import ArenaOwner
     from kvd.core import Core
+    from kvd.server.ladder import Ladder
 
 __all__ = ["Carrier"]
 
@@ -42,8 +43,10 @@ class Carrier:
         arena: ArenaOwner,
         transfers: Transfers,
         counters: Counters,
+        ladder: Ladder | None = None,
     ) -> None:
         self.core = core
+        self._ladder = ladder
         self._arena = arena
         self._transfers = transfers
         self._counters = counters
@@ -60,6 +63,10 @@ class Carrier:
             ac.Verify: self._start_verify,
             ac.Copy: self._start_copy,
         }
+        if ladder is not None:
+            for kind in (ac.TierWrite, ac.TierRead, ac.TierScrub, ac.TierDelete):
+                self._carry[kind] = ladder.add
+            self._carry[ac.ScrubCursor] = ladder.scrubbed_to
 
     def feed(self, event: Any) -> None:
         """Give the core an event and carry out what it wants, now or after what is under way."""
@@ -106,6 +113,8 @@ class Carrier:
                     self._give_up(action.request, error)
                 elif isinstance(action, _RECORDS):
                     broken = error
+        if self._ladder is not None:
+            self._ladder.flush()
 
     # -- replies --------------------------------------------------------------------------------
 
@@ -148,7 +157,7 @@ class Carrier:
                 f"seal record {action.record}",
                 lambda: payload_digest(view),
                 done,
-                background=True,
+                background=not action.urgent,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,6 +14,7 @@ from world import KIB, Client, O, S, World, fingerprint, key, refs_of, spec
 from kvd.chunk import NO_PARENT, Kind, Outcome
 from kvd.core import actions as ac
 from kvd.core import events as ev
+from kvd.core.config import TierConfig, WritePolicy
 from kvd.core.events import LookupFlag
 from kvd.eviction import POLICIES
 
@@ -45,10 +47,15 @@ numbers = st.integers(0, 1 << 30)
 class CoreMachine(RuleBasedStateMachine):
     """Clients, workers, time and kills in any order; after each step all is compared."""
 
+    tiers: tuple[TierConfig, ...] = ()
+
     @initialize(policy=st.sampled_from(["lru", "lru", *sorted(POLICIES)]), manual=st.booleans())
     def start(self, policy: str, manual: bool) -> None:
-        self.world = World(512 * KIB, 64 * KIB, policy, auto=not manual, write_share=0.5)
+        self.world = World(
+            512 * KIB, 64 * KIB, policy, auto=not manual, write_share=0.5, tiers=self.tiers
+        )
         self.twin = Twin(self.world, SPECS)
+        self.twin.told_up = set(range(len(self.tiers)))
         self.clients: dict[int, Client] = {}
         self.gone: list[Client] = []  # closed, lock still held
         self.transfers: dict[int, tuple[int, ev.Load, list[Outcome]]] = {}
@@ -78,6 +85,11 @@ class CoreMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         self.twin.followed(self.world.settle())
 
+    def quiet(self) -> None:
+        """Nothing is left that another event would set off."""
+        self.twin.followed(self.world.handle(ev.Tick()))
+        self.settle()
+
     def client(self, n: int) -> Client:
         return list(self.clients.values())[n % len(self.clients)]
 
@@ -90,6 +102,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def open(self, namespace: str, grouped: bool, inline: bool) -> None:
         self.twin.begin()
+        self.quiet()
         group = b"engine" if grouped else b""
         client = self.world.open(namespace, group, admin=not self.clients, maps_memory=not inline)
         self.clients[client.number] = client
@@ -339,12 +352,12 @@ class CoreMachine(RuleBasedStateMachine):
         number, lease = list(self.twin.leases.items())[n % len(self.twin.leases)]
         client = self.client(m)
         result, actions = self.request(ev.Release(client.number, 0, number))
-        self.twin.followed(actions)
         if self.twin.may_use(client.number, number):
             assert result == ac.LeaseResult(0, len(lease.keys))
             del self.twin.leases[number]
         else:
             assert isinstance(result, ac.Fail)
+        self.twin.followed(actions)
 
     # -- evictions by command -------------------------------------------------------------------
 
@@ -380,14 +393,77 @@ class CoreMachine(RuleBasedStateMachine):
         job = self.world.jobs[n % len(self.world.jobs)]
         self.twin.begin()
         self.due()
-        right = fail != 0
+        how = 1 + n % 6 if fail == 0 else 0
+        right = not how
         if isinstance(job, ac.Verify):
             right = right and self.world.digest(job.record) == job.digest
         waited = isinstance(job, ac.Verify) and self.twin.waits_for(job)
-        self.twin.followed(self.world.do(job, fail=fail == 0))
+        self.twin.followed(self.world.do(job, fail=how))
         if waited:
             self.twin.verified(job.record, right)
         self.settle()
+
+    # -- tiers below ----------------------------------------------------------------------------
+
+    @rule(tier=numbers, readable=often, writable=often)
+    @precondition(lambda self: self.tiers)
+    def tier_comes_or_goes(self, tier: int, readable: bool, writable: bool) -> None:
+        tier %= len(self.tiers)
+        self.twin.begin()
+        self.due()
+        actions = self.world.handle(ev.TierState(tier, readable, writable))
+        (self.twin.told_up.add if readable else self.twin.told_up.discard)(tier)
+        self.twin.followed(actions)
+        self.settle()
+
+    @rule(n=numbers, s=which, tier=st.sampled_from(["dram", "dram", "dram", "nvme"]))
+    @precondition(lambda self: self.tiers)
+    def leave_one_tier(self, n: int, s: int, tier: str) -> None:
+        client = next(iter(self.clients.values()))
+        selector = ev.Selector(spec=SPECS[s].digest, tier=tier)
+        event = ev.Evict(client.number, 0, selector, False, 0, 1000)
+        result, actions = self.request(event)
+        self.twin.evicted(event, result, actions)
+        self.settle()
+
+    @rule(n=numbers, m=numbers)
+    @precondition(lambda self: any(c.below and not c.shards for c in self.twin.chunks.values()))
+    def load_from_below(self, n: int, m: int) -> None:
+        """Its whole chain, as far as it goes."""
+        below = [key for key, c in self.twin.chunks.items() if c.below and not c.shards]
+        self.look_up_what_is_there(list(self.twin.chunks).index(below[n % len(below)]), m, True)
+
+    @rule(n=numbers, s=which, path=paths)
+    @precondition(lambda self: self.tiers)
+    def store_and_push_down(self, n: int, s: int, path: tuple[str, int]) -> None:
+        self.reserve(n, s, path, 0, DEPTH, False, False, False, 30 * S, True)
+        for _ in range(40):
+            jobs = [j for j in self.world.jobs if isinstance(j, ac.Seal | ac.TierWrite)]
+            if not jobs:
+                break
+            self.work(self.world.jobs.index(jobs[0]), 5)
+        self.leave_one_tier(n, s, "dram")
+
+    @rule(tier=numbers, n=numbers, gone=st.booleans())
+    @precondition(lambda self: any(shelf.there for shelf in self.world.shelves))
+    def tier_loses_something(self, tier: int, n: int, gone: bool) -> None:
+        some = [(s, name) for s in self.world.shelves for name in s.there]
+        shelf, name = some[n % len(some)]
+        if gone:
+            del shelf.there[name]
+        else:
+            shelf.there[name] = (*shelf.there[name][:3], b"other bytes")
+
+    @rule(percent=st.sampled_from([0, 0, 20, 100]), seed=numbers)
+    @precondition(lambda self: self.tiers)
+    def tiers_refuse(self, percent: int, seed: int) -> None:
+        chance = random.Random(seed)
+
+        def fails(job: Any) -> int:
+            tier = not isinstance(job, ac.Seal | ac.Verify | ac.Copy)
+            return chance.randrange(1, 7) if tier and chance.randrange(100) < percent else 0
+
+        self.world.fails = fails
 
     @rule(n=numbers)
     @precondition(lambda self: any(not s.verified for s in self.adopted()))
@@ -437,7 +513,7 @@ class CoreMachine(RuleBasedStateMachine):
             return
         self.twin.begin()
         self.due()
-        self.settle()
+        self.quiet()
         admin = next(iter(self.clients.values()))
         rows = admin.list("chunks")
         self.twin.check(rows, self.world.stat())
@@ -452,3 +528,26 @@ CoreMachine.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestCoreAgainstItsTwin = CoreMachine.TestCase
+
+
+class LadderMachine(CoreMachine):
+    """The same over tiers that lose things, refuse, hang, and answer in any order."""
+
+    @initialize(
+        policy=st.sampled_from(["lru", "lru", *sorted(POLICIES)]),
+        manual=st.booleans(),
+        through=st.booleans(),
+    )
+    def start(self, policy: str, manual: bool, through: bool = False) -> None:
+        when = WritePolicy.THROUGH if through else WritePolicy.ON_DEMOTE
+        self.tiers = (
+            TierConfig("nvme", 400 * KIB, when, read_ns=2 * S, write_ns=2 * S, reads=2, writes=3),
+            TierConfig("s3", 2000 * KIB, WritePolicy.ON_SECOND_HIT, first_alone=False),
+        )
+        super().start(policy, manual)
+
+
+LadderMachine.TestCase.settings = settings(
+    CoreMachine.TestCase.settings, max_examples=60, stateful_step_count=50
+)
+TestLadderAgainstItsTwin = LadderMachine.TestCase

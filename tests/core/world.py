@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvd.chunk import (
+    IDENTITY_DTYPE,
     NO_PARENT,
     RECORD_DTYPE,
     ChunkHeader,
@@ -64,6 +65,83 @@ def refs_of(packed: bytes) -> list[SlotRef]:
     return [SlotRef(*map(int, row)) for row in unpack_refs(packed).tolist()]
 
 
+class Shelf:
+    """A tier below, in plain memory: what lies there survives a restart of the core."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.there: dict[tuple[Any, ...], tuple[int, int, ChunkHeader, bytes]] = {}
+        self.next = 1
+
+    @property
+    def used(self) -> int:
+        return sum(header.length for _, _, header, _ in self.there.values())
+
+    def room(self, length: int) -> int:
+        return (self.limit - self.used) // length
+
+    def records(self) -> tuple[Any, Any, Any]:
+        """What `Tier.recover` tells: records, places."""
+        held = list(self.there.values())
+        raw = b"".join(header.pack()[: IDENTITY_DTYPE.itemsize] for _, _, header, _ in held)
+        at = np.array([x[0] for x in held], np.uint64)
+        return np.frombuffer(raw, IDENTITY_DTYPE), at, at + np.uint64(1000)
+
+    def write(self, job: ac.TierWrite, payload: bytes) -> ev.TierWritten:
+        header = job.header
+        assert header.flags & HeaderFlag.SEALED, "written before it was sealed"
+        assert header.state is State.READY
+        name = _chunk(job)
+        assert name not in self.there, "written although it was there"
+        if hashlib.sha256(payload).digest()[:16] != header.digest:
+            return ev.TierWritten(job.job, ev.TierAnswer.CORRUPT)
+        if not self.room(job.length):
+            return ev.TierWritten(job.job, ev.TierAnswer.NO_SPACE, room=0)
+        at, self.next = self.next, self.next + 1
+        self.there[name] = (at, at + 1000, header, payload)
+        return ev.TierWritten(job.job, ev.TierAnswer.OK, at, at + 1000, room=self.room(job.length))
+
+    def read(self, job: ac.TierRead | ac.TierScrub) -> tuple[ev.TierReadDone, bytes]:
+        found = self.there.get(_name(job))
+        if found is None or found[:2] != (job.at, job.generation):
+            return ev.TierReadDone(job.job, ev.TierAnswer.MISS), b""
+        _, _, header, payload = found
+        if hashlib.sha256(payload).digest()[:16] != header.digest:
+            del self.there[_name(job)]
+            return ev.TierReadDone(job.job, ev.TierAnswer.CORRUPT), b""
+        return ev.TierReadDone(job.job, ev.TierAnswer.OK, header), payload
+
+    def delete(self, job: ac.TierDelete) -> ev.TierDeleted:
+        found = self.there.get(_name(job))
+        if found is None or found[:2] != (job.at, job.generation):
+            return ev.TierDeleted(job.job, ev.TierAnswer.MISS)
+        del self.there[_name(job)]
+        return ev.TierDeleted(job.job, ev.TierAnswer.OK)
+
+
+def _name(job: ac.TierRead | ac.TierScrub | ac.TierDelete) -> tuple[Any, ...]:
+    return job.kind, job.namespace, job.spec, job.chunk, job.shard
+
+
+def _chunk(job: Any) -> tuple[Any, ...]:
+    """The key that a job of a tier is about."""
+    if not isinstance(job, ac.TierWrite):
+        return _name(job)
+    h = job.header
+    return h.kind, h.namespace_digest, h.spec, h.chunk, h.shard
+
+
+class Answered(NamedTuple):
+    """Stands among actions where a tier's answer came in."""
+
+    job: Any
+    event: Any
+
+
+_TIER_JOBS = (ac.TierWrite, ac.TierRead, ac.TierScrub, ac.TierDelete)
+_LOST = (ev.TierAnswer.FAILED, ev.TierAnswer.TIMEOUT, ev.TierAnswer.OFF)
+
+
 class World:
     """One arena, one core at a time. Times in ns; the clock moves only by `advance`."""
 
@@ -76,6 +154,10 @@ class World:
         **settings: Any,
     ) -> None:
         self.settings = {"instance": "test", "size": size, "slab_size": slab_size, **settings}
+        self.shelves = [Shelf(tier.limit) for tier in settings.get("tiers", ())]
+        self.fails: Callable[[Any], int] = lambda job: 0  # how a job fails
+        self.where: dict[int, int] = {}  # job -> record; slabs may change class later
+        self.in_hand: dict[int, Any] = {}  # jobs of tiers that did not come back yet
         self.policy = policy
         self.auto = auto  # workers answer at once
         self.now = 1_000 * S
@@ -84,13 +166,14 @@ class World:
         self.slot_sizes = [0] * (size // slab_size)
         self.payload: dict[int, bytes] = {}  # record -> what its bytes are
         self.horizon = 0
-        self.jobs: list[ac.Seal | ac.Verify | ac.Copy] = []
+        self.jobs: list[Any] = []
         self.log: list[ac.Action] = []
         self.replies: dict[int, ac.Reply | ac.Fail] = {}
         self._request = 0
         self._sessions = 0
         self.locks: set[bytes] = set()
         self._start()
+        self._tiers(recover=False)
 
     # -- the daemon's life ----------------------------------------------------------------------
 
@@ -105,6 +188,7 @@ class World:
         """SIGKILL and a new life. `torn`: records that don't hold any more."""
         namespaces, specs = self.core.namespaces, self.core.specs
         self.jobs.clear()
+        self.in_hand.clear()
         self._start()
         for record in torn:
             del self.memory[record]
@@ -124,6 +208,19 @@ class World:
             list(torn),
         )
         self._carry(actions)
+        return actions + self._tiers(recover=True)
+
+    def _tiers(self, *, recover: bool) -> list[ac.Action]:
+        """The tiers below are there, with what an earlier life left in them."""
+        actions: list[ac.Action] = []
+        for n, shelf in enumerate(self.shelves):
+            if recover and shelf.there:
+                told = self.core.recover(n, *shelf.records(), self.now)
+                self._carry(told)
+                actions += told
+            self.core.handle(ev.TierState(n, True, True), self.now)
+        if recover and self.shelves:
+            self.core.recovered()
         return actions
 
     # -- events ---------------------------------------------------------------------------------
@@ -162,9 +259,9 @@ class World:
         number = self._request
         actions = self.handle(event._replace(request=number))
         for _ in range(10_000):
-            if number in self.replies or not (self.core.busy or self._copies()):
-                break
             copies = self._copies()
+            if number in self.replies or not (self.core.busy or copies):
+                break
             actions += self.do(copies[0]) if copies else self.handle(ev.Tick())
         reply = self.replies.pop(number, None)
         return (reply.result if isinstance(reply, ac.Reply) else reply), actions
@@ -175,8 +272,10 @@ class World:
         self.settle()
         return result
 
-    def _copies(self) -> list[ac.Copy]:
-        return [job for job in self.jobs if isinstance(job, ac.Copy)]
+    def _copies(self) -> list[Any]:
+        """Jobs that somebody may wait for: copies, and with tiers whatever makes room."""
+        wanted = (ac.Copy, ac.Seal, *_TIER_JOBS) if self.shelves else (ac.Copy,)
+        return [job for job in self.jobs if isinstance(job, wanted)]
 
     # -- workers --------------------------------------------------------------------------------
 
@@ -187,10 +286,16 @@ class World:
             actions += self.do(self.jobs[0])
         return actions
 
-    def do(self, job: ac.Seal | ac.Verify | ac.Copy, *, fail: bool = False) -> list[ac.Action]:
-        """One worker finishes one job."""
+    def do(self, job: Any, *, fail: int = 0) -> list[ac.Action]:
+        """One worker finishes one job. `fail`: not 0, and which way."""
         self.jobs.remove(job)
+        fail = fail or self.fails(job)
         event: Any
+        if isinstance(job, _TIER_JOBS):
+            event = self._tier_job(job, fail)
+            actions = self.core.handle(event, self.now)
+            self._carry(actions)
+            return [Answered(job, event), *actions]  # type: ignore[list-item]
         if isinstance(job, ac.Seal):
             digest = b"" if fail else self.digest(job.record)
             event = ev.Sealed(job.record, job.generation, digest)
@@ -205,6 +310,35 @@ class World:
         actions = self.core.handle(event, self.now)
         self._carry(actions)
         return actions
+
+    def _tier_job(self, job: Any, fail: int) -> Any:
+        """What a tier answers; `fail`: not carried out, or carried out and not told."""
+        del self.in_hand[job.job]
+        shelf = self.shelves[job.tier]
+        lost = _LOST[fail % len(_LOST)]
+        if isinstance(job, ac.TierWrite):
+            if fail:
+                return ev.TierWritten(job.job, lost)
+            return shelf.write(job, self.payload[self.where[job.job]])
+        if isinstance(job, ac.TierDelete):
+            if fail and fail % 2:
+                shelf.delete(job)
+            return ev.TierDeleted(job.job, lost) if fail else shelf.delete(job)
+        if fail:
+            return ev.TierReadDone(job.job, lost)
+        event, payload = shelf.read(job)
+        if isinstance(job, ac.TierRead):
+            self.payload[self.where[job.job]] = payload or b"half of it"
+        return event
+
+    def held_keys(self) -> set[tuple[bytes, int, bytes]]:
+        """(spec, kind, hash) of chunks in some request's or tier's hands."""
+        store = self.core._store
+        found = set()
+        for row in store.pinned:
+            space = store.spaces.of(store.chunks.space[row])
+            found.add((space.digest, int(space.kind), store.chunks.key_of(row)))
+        return found
 
     def digest(self, record: int) -> bytes:
         return hashlib.sha256(self.payload.get(record, b"")).digest()[:16]
@@ -232,6 +366,16 @@ class World:
                 assert action.until != self.horizon
                 self.horizon = action.until
             elif isinstance(action, ac.Seal | ac.Verify | ac.Copy):
+                self.jobs.append(action)
+            elif isinstance(action, _TIER_JOBS):
+                assert action.job not in self.in_hand
+                assert all(
+                    other.tier != action.tier or _chunk(other) != _chunk(action)
+                    for other in self.in_hand.values()
+                ), "two jobs at a time for one key"
+                self.in_hand[action.job] = action
+                if isinstance(action, ac.TierWrite | ac.TierRead):
+                    self.where[action.job] = self.record_at(action.offset)
                 self.jobs.append(action)
             elif isinstance(action, ac.Reply | ac.Fail):
                 assert action.request not in self.replies, "a request was answered twice"

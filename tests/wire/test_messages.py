@@ -20,7 +20,7 @@ from kvd.errors import (
     ProtocolError,
     VersionError,
 )
-from kvd.wire import DEFAULT_LIMITS, Limits, Op
+from kvd.wire import DEFAULT_LIMITS, MINOR, Limits, Op
 from kvd.wire import messages as m
 from kvd.wire.attach import (
     AttachRequest,
@@ -61,6 +61,7 @@ def decode(op: Op, body: list[Any], **more: Any) -> m.Request:
         (m.Renew, events.Renew),
         (m.Release, events.Release),
         (m.Stat, events.Stat),
+        (m.Tier, events.TierCommand),
     ],
 )
 def test_a_request_has_the_fields_of_its_event_in_the_same_order(message: Any, event: Any) -> None:
@@ -81,6 +82,7 @@ def test_a_request_has_the_fields_of_its_event_in_the_same_order(message: Any, e
         (m.EvictReply, actions.EvictResult),
         (m.ListReply, actions.ListResult),
         (m.StatReply, actions.StatResult),
+        (m.TierReply, actions.TierResult),
         (m.DoneReply, actions.DoneResult),
     ],
 )
@@ -90,8 +92,10 @@ def test_a_reply_has_the_fields_of_its_result_in_the_same_order(reply: Any, resu
 
 def test_every_operation_has_a_request_and_a_reply() -> None:
     assert set(m.OP_OF.values()) == set(Op)
-    assert {op for op, _ in vectors.REPLIES.values()} == set(Op)
-    assert {m.OP_OF[type(v)] for v in vectors.REQUESTS.values()} == set(Op)
+    replies = [*vectors.REPLIES.values(), *vectors.REPLIES_1_1.values()]
+    requests = [*vectors.REQUESTS.values(), *vectors.REQUESTS_1_1.values()]
+    assert {op for op, _ in replies} == set(Op)
+    assert {m.OP_OF[type(v)] for v in requests} == set(Op)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +165,7 @@ def test_a_field_that_is_wrong_is_named(
         decode(op, body)
 
 
-@pytest.mark.parametrize("op", [0, 19, 255])
+@pytest.mark.parametrize("op", [0, 20, 255])
 def test_an_unknown_operation_is_a_protocol_error(op: int) -> None:
     """K03"""
     with pytest.raises(ProtocolError, match=f"operation {op} is unknown"):
@@ -291,8 +295,8 @@ def test_an_attach_that_is_not_right_is_a_typed_error(
 def test_an_attach_of_a_newer_minor_works() -> None:
     """K04"""
     fields = [*msgpack.unpackb(encode_attach(ATTACH)), "new", 7]
-    fields[2] = 1
-    assert decode_attach(msgpack.packb(fields)) == ATTACH._replace(minor=1)
+    fields[2] = MINOR + 1
+    assert decode_attach(msgpack.packb(fields)) == ATTACH._replace(minor=MINOR + 1)
 
 
 def test_a_refused_attach_raises_what_the_daemon_said() -> None:
