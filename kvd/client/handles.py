@@ -438,6 +438,8 @@ class Lookup(Handle):
         super().__init__(channel, link, timeout_s)
         self.raw = reply.outcomes  # one byte a key
         self.leading = reply.leading  # keys of the leading run
+        # where hits lie, one byte a key: 0 DRAM, n the n-th tier below it (as `stat` lists them)
+        self.tiers = reply.tiers or bytes(len(reply.outcomes))
         self.lease: Lease | None = None
         self.transfer: Transfer | None = None
         self.reservation: Reservation | None = None  # for the keys from `leading` on

@@ -66,6 +66,7 @@ class LookupResult(NamedTuple):
     expiry: int  # ns
     load: LoadResult | None
     reserved: ReserveResult | None  # for the keys from `leading` on
+    tiers: bytes = b""  # where hits lie, one byte a key: 0 DRAM, n the n-th below; empty: all DRAM
 
 
 class WaitResult(NamedTuple):
@@ -187,4 +188,82 @@ class Copy(NamedTuple):
     length: int
 
 
-Action = Reply | Fail | AssignSlab | WriteRecord | PatchRecord | LeaseHorizon | Seal | Verify | Copy
+# -- work for the tiers below -------------------------------------------------------------------
+
+
+class TierWrite(NamedTuple):
+    """Put a sealed slot's payload into a tier; answer with TierWritten. The slot's bytes are the
+    tier's to read until then. `deadline`: ns."""
+
+    job: int
+    tier: int
+    header: ChunkHeader
+    offset: int
+    length: int
+    deadline: int
+
+
+class TierRead(NamedTuple):
+    """Fill a slot, which is nobody else's until then, from a tier; answer with TierReadDone."""
+
+    job: int
+    tier: int
+    kind: int
+    namespace: bytes  # digest
+    spec: bytes
+    chunk: bytes
+    shard: int
+    at: int
+    generation: int
+    offset: int
+    length: int
+    deadline: int
+
+
+class TierScrub(NamedTuple):
+    """Read a payload to see whether it holds, into memory of the server's own; answer with
+    TierReadDone."""
+
+    job: int
+    tier: int
+    kind: int
+    namespace: bytes
+    spec: bytes
+    chunk: bytes
+    shard: int
+    at: int
+    generation: int
+    length: int
+    deadline: int
+
+
+class TierDelete(NamedTuple):
+    """Forget a shard in a tier; answer with TierDeleted."""
+
+    job: int
+    tier: int
+    kind: int
+    namespace: bytes
+    spec: bytes
+    chunk: bytes
+    shard: int
+    at: int
+    generation: int
+    deadline: int
+
+
+Action = (
+    Reply
+    | Fail
+    | AssignSlab
+    | WriteRecord
+    | PatchRecord
+    | LeaseHorizon
+    | Seal
+    | Verify
+    | Copy
+    | TierWrite
+    | TierRead
+    | TierScrub
+    | TierDelete
+)

@@ -29,6 +29,10 @@ ADOPTED = 4  # its slot is of an earlier life: not to be used again during the h
 MOVING = 8
 SEALING = 16
 
+# tallies of a chunk
+HERE = 1  # has shards or writers in DRAM: counted as a kid of its parent
+ALONE = 2  # only in tiers below: counted in its space
+
 
 def column(rows: int, dtype: Any, fill: int = 0) -> tuple[NDArray[Any], memoryview]:
     """An array of zeros, and the same memory for single values."""
@@ -64,6 +68,12 @@ class Chunks:
         self.np_ready, self.ready = column(n, np.uint16)  # shards that are ready
         self.np_writing, self.writing = column(n, np.uint16)
         self.np_bad, self.bad = column(n, np.uint16)  # shards in quarantine
+        # only touched where there are tiers below
+        self.np_below, self.below = column(n, np.uint16)  # shards that are ready in them, all told
+        self.np_full, self.full = column(n, np.uint8)  # bit t: tier t has all shards
+        self.np_warm, self.warm = column(n, np.uint8)  # hits while it was not in DRAM for good
+        self.np_kids, self.kids = column(n, np.int32)  # children with something in DRAM
+        self.np_tally, self.tally = column(n, np.uint8)  # what of it is counted: HERE, ALONE
         self.odd_pos0: dict[int, int] = {}  # where pos0 is not index * chunk_tokens
         self._free = array("i")
         self._used = 0
@@ -131,6 +141,11 @@ class Cells:
         for cell in range(first, first + count):
             owner[cell] = chunk
         return first
+
+    @property
+    def used(self) -> int:
+        """Cells up to here may be in use."""
+        return self._used
 
     @property
     def left(self) -> int:

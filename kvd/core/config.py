@@ -3,10 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 PAGE = 4096
 SECOND_NS = 1_000_000_000
 MAX_ROWS = 1 << 24  # chunks and cells that the flat arrays can hold at most
+MAX_TIERS = 8
+
+
+class WritePolicy(StrEnum):
+    """When a chunk is written to a tier below."""
+
+    ON_DEMOTE = "on-demote"  # when it leaves DRAM
+    THROUGH = "through"  # as soon as it is sealed
+    ON_SECOND_HIT = "on-second-hit"  # once it was hit twice, and when it leaves DRAM if it was
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """One tier below DRAM. Times in ns; `limit` in bytes sizes the arrays only: the tier itself
+    says when it is full."""
+
+    name: str
+    limit: int
+    policy: WritePolicy = WritePolicy.ON_DEMOTE
+    read_ns: int = 5 * SECOND_NS  # a read that takes longer is a miss
+    write_ns: int = 10 * SECOND_NS
+    reads: int = 4  # in flight
+    writes: int = 8
+    # The first read of a load goes alone, so that it has the whole medium for itself; wrong for a
+    # medium whose requests don't slow each other.
+    first_alone: bool = True
+    durable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +62,12 @@ class CoreConfig:
     verifies_in_flight: int = 16
     copies_in_flight: int = 4
     horizon_slack_ns: int = 30 * SECOND_NS  # the lease horizon is moved in steps of this
+    tiers: tuple[TierConfig, ...] = ()  # below DRAM, the next one first
+    high: float = 0.97  # of a class's slots: beyond this, chunks are demoted
+    low: float = 0.95  # down to here
+    batch_share: float = 0.02  # of the arena: demoted at a time
+    transient_share: float = 0.10  # of the arena: first hits below DRAM
+    room_wait_ns: int = SECOND_NS // 20  # that a store waits for demotions before victims drop
 
     @property
     def records_per_slab(self) -> int:
@@ -47,7 +81,12 @@ class CoreConfig:
     def rows(self) -> int:
         """Rows of the flat arrays: every page a slot, and as many keys without bytes. Untouched
         rows cost address space only."""
-        return min(2 * self.slab_count * self.records_per_slab + 64, MAX_ROWS)
+        here = 2 * self.slab_count * self.records_per_slab + 64
+        return min(here + sum(tier.limit // PAGE for tier in self.tiers), MAX_ROWS)
+
+    @property
+    def transient_cap(self) -> int:
+        return int(self.size * self.transient_share)
 
     @property
     def write_cap(self) -> int:

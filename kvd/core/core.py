@@ -18,11 +18,14 @@ from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.adoption import Adoption
 from kvd.core.config import CoreConfig
+from kvd.core.demotions import Demotions
 from kvd.core.evictions import Evictions
-from kvd.core.jobs import Jobs, Work
+from kvd.core.fetches import Fetches
+from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.leases import Lease, Leases
 from kvd.core.listing import Listing
 from kvd.core.reserves import Request, Reserves
+from kvd.core.rooms import Rooms
 from kvd.core.sealing import Seals
 from kvd.core.sessions import Session
 from kvd.core.spaces import Space
@@ -52,16 +55,21 @@ class Core:
 
     def __init__(self, config: CoreConfig, policy: Callable[[], Policy]) -> None:
         self.config = config
-        self._store = Store(config, policy())
+        self._store = Store(config, policy(), [policy() for _ in config.tiers])
         self._jobs = Jobs(self._store)
         self._evictions = Evictions(self._store, self._jobs)
+        self._fetches = Fetches(self._store, self._jobs, self._evictions)
+        self._rooms = Rooms(self._store, self._jobs, self._fetches)
+        self._demotions = Demotions(self._store, self._jobs, self._evictions, self._rooms)
         self._writes = Writes(self._store)
         self._reserves = Reserves(self._store, self._writes, self._evictions)
         self._leases = Leases(self._store)
-        self._transfers = Transfers(self._store)
+        self._transfers = Transfers(self._store, self._fetches)
         self._leases.ended = self._transfers.lease_ended
+        self._leases.kept = self._fetches.keep
+        self._leases.second = self._demotions.hit
         self._seals = Seals(self._store)
-        self._listing = Listing(self._store, self._writes)
+        self._listing = Listing(self._store, self._writes, self._rooms)
         self._adoption = Adoption(self._store, self._writes, self._jobs)
         self._begun: int | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -84,6 +92,10 @@ class Core:
             ev.Sealed: lambda e: self._seals.sealed(e.record, e.generation, e.digest),
             ev.Verified: lambda e: self._transfers.verified(e.record, e.generation, e.ok),
             ev.Copied: lambda e: self._evictions.reclass.copied(e.copy, e.ok),
+            ev.TierState: self._tier_state,
+            ev.TierWritten: self._tier_written,
+            ev.TierReadDone: self._tier_read,
+            ev.TierDeleted: self._tier_deleted,
             ev.Tick: self._tick,
             ev.Drain: self._drain,
         }
@@ -100,6 +112,10 @@ class Core:
             self._refuse(event, error)
         if len(store.touches) > _TOUCH_LIMIT:
             store.apply_touches(TOUCH_SLICE)
+        if store.layered:
+            self._demotions.pump()
+            self._fetches.pump()
+            self._fetches.sweep()
         self._seals.pump()
         return store.out
 
@@ -133,7 +149,12 @@ class Core:
     @property
     def busy(self) -> bool:
         """Whether a Tick would go on with work that is under way."""
-        return bool(self._jobs.busy or self._store.touches or self._store.husks)
+        store = self._store
+        if self._jobs.busy or store.touches or store.husks:
+            return True
+        return store.layered and bool(
+            store.fleeting or self._fetches.stalled or self._demotions.busy
+        )
 
     def next_deadline(self) -> int | None:
         """When a Tick is due next, ns; None if nothing is."""
@@ -162,7 +183,14 @@ class Core:
     def stat(self, namespace: str | None = None) -> dict[str, Any]:
         """Sections of plain values; with a namespace, only its own tenant's."""
         uptime = self._store.now - (self._begun or 0)
-        return stat(self._store, self._leases, self._writes, uptime, namespace)
+        return stat(
+            self._store,
+            self._leases,
+            self._writes,
+            uptime,
+            namespace,
+            {"moving": self._demotions.moving, "fetches_queued": self._fetches.queued},
+        )
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -188,6 +216,10 @@ class Core:
                 self._jobs.start(self._writes.expire(due.number))
             elif due.kind == "wait":
                 self._transfers.timed_out(due.number)
+            elif due.kind == "tier":
+                self._tier_late(due.number)
+            elif due.kind == "room":
+                self._jobs.wake(Pause.DEMOTION)
             else:
                 self._adoption.end_hold()
 
@@ -201,6 +233,45 @@ class Core:
 
     def _drain(self, event: ev.Drain) -> None:
         self._store.draining = True
+
+    # -- tiers below ----------------------------------------------------------------------------
+
+    def _tier_state(self, event: ev.TierState) -> None:
+        ladder = self._store.ladder
+        lower = ladder.lowers[event.tier]
+        lower.told_readable, lower.told_writable = event.readable, event.writable
+        ladder.refresh()
+        self._jobs.wake(Pause.DEMOTION)
+
+    def _tier_written(self, event: ev.TierWritten) -> None:
+        job = self._store.ladder.end(event.job)
+        if job is not None:
+            self._demotions.done(
+                job, event.answer, event.at, event.generation, event.room, event.empty
+            )
+
+    def _tier_read(self, event: ev.TierReadDone) -> None:
+        job = self._store.ladder.end(event.job)
+        if job is not None:
+            self._fetches.done(job, event.answer, event.header)
+
+    def _tier_deleted(self, event: ev.TierDeleted) -> None:
+        job = self._store.ladder.end(event.job)
+        if job is not None:
+            self._store.counters.own["shards_deleted", event.answer.value] += 1
+            self._rooms.deleted(job)
+
+    def _tier_late(self, number: int) -> None:
+        """A job did not come back in time."""
+        job = self._store.ladder.late(number)
+        if job is None:
+            return
+        if job.kind == "read":
+            self._fetches.late(job)
+        elif job.kind == "write":
+            self._demotions.late(job)
+        else:
+            self._rooms.late(job)
 
     # -- sessions -------------------------------------------------------------------------------
 
@@ -411,7 +482,9 @@ class Core:
         if lease is not None and flags & ev.LookupFlag.LOAD:
             load = self._transfers.load(lease, None, shards)
         number, expiry = (lease.number, lease.expiry) if lease is not None else (0, 0)
-        result = ac.LookupResult(looked.outcomes, looked.leading, number, expiry, load, None)
+        result = ac.LookupResult(
+            looked.outcomes, looked.leading, number, expiry, load, None, looked.tiers
+        )
         if ask is None or looked.leading == count:
             self._reply(event, result)
             return

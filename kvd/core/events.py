@@ -12,10 +12,12 @@ are chunk-major: index = key * len(shards) + position in `shards`.
 
 from __future__ import annotations
 
-from enum import IntFlag
-from typing import NamedTuple
+from enum import IntFlag, StrEnum
+from typing import Any, NamedTuple
 
-from kvd.chunk import KVSpec
+from numpy.typing import NDArray
+
+from kvd.chunk import ChunkHeader, KVSpec
 
 HASH_BYTES = 32
 FINGERPRINT_BYTES = 16
@@ -226,6 +228,64 @@ class Copied(NamedTuple):
 
     copy: int
     ok: bool
+
+
+class TierAnswer(StrEnum):
+    """How a job of a tier ended: what the tiers' contract answers, by the same names."""
+
+    OK = "ok"
+    EXISTS = "exists"
+    MISS = "miss"
+    CORRUPT = "corrupt"
+    NO_SPACE = "no_space"
+    TOO_LARGE = "too_large"
+    TIMEOUT = "timeout"
+    FAILED = "failed"
+    OFF = "off"
+
+
+class TierState(NamedTuple):
+    """A tier's health has changed."""
+
+    tier: int  # its position below DRAM, from 0
+    readable: bool
+    writable: bool
+
+
+class TierWritten(NamedTuple):
+    """Answer to a TierWrite action."""
+
+    job: int
+    answer: TierAnswer
+    at: int = 0  # where it lies, if OK or EXISTS
+    generation: int = 0
+    room: int = -1  # how many more of this length the tier has room for; -1: not known
+    empty: tuple[int, ...] = ()  # with NO_SPACE: places whose deletion would make room
+
+
+class TierReadDone(NamedTuple):
+    """Answer to a TierRead or TierScrub action. `header`: the record that lies there, if OK."""
+
+    job: int
+    answer: TierAnswer
+    header: ChunkHeader | None = None
+
+
+class TierDeleted(NamedTuple):
+    """Answer to a TierDelete action."""
+
+    job: int
+    answer: TierAnswer
+
+
+class TierRecovered(NamedTuple):
+    """What an earlier life, or another daemon, left in a tier: records (IDENTITY_DTYPE) that hold,
+    and the place of each."""
+
+    tier: int
+    records: NDArray[Any]
+    at: NDArray[Any]
+    generation: NDArray[Any]
 
 
 # -- time ---------------------------------------------------------------------------------------

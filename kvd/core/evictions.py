@@ -8,6 +8,7 @@ which order the others go. NO_SPACE means that every candidate was looked at.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum, auto
 
 from kvd.core import columns as col
@@ -19,6 +20,7 @@ from kvd.core.store import TOUCH_SLICE, Store
 
 _SKIPS = 64  # candidates that are passed over at a time, and then put behind the others
 _DESCENT = 8192  # steps down one hole's subtree at a time
+_FEW = 64
 _SWEEP = 256
 _SCAN = 1024  # rows looked at where a policy fails
 _WAITS = 8  # times that one slot waits for slabs to be emptied
@@ -47,11 +49,14 @@ class Evictions:
         self._hand = 0  # of the scan
         # the next to go under a hole, so that a long chain is not walked down for each: by queue
         self._under: dict[int, tuple[int, bytes, int, bytes]] = {}
+        # with tiers below: whether demotions will free slots of a class, and when to stop waiting
+        self.coming: Callable[[int], bool] = lambda size: False
+        self.lost: Callable[[int], None] = lambda row: None  # a chunk goes and is nowhere below
 
     def slot(self, size: int) -> Work[int]:
         """A slot of a class, taken, as a record number; -1 if nothing can make room now."""
         store, slabs = self._store, self._store.slabs
-        search, waits = Search(), 0
+        search, waits, until = Search(), 0, 0
         while True:
             record = slabs.take(size)
             if record >= 0:
@@ -69,6 +74,15 @@ class Evictions:
                 record = slabs.take(size)
                 if record >= 0:
                     return record
+            if store.layered and self._drop_clean(size):
+                continue
+            if self.coming(size) and (not until or store.now < until):
+                if not until:
+                    until = store.now + store.config.room_wait_ns
+                    store.timers.add(until, "room", store.handle())
+                yield Pause.DEMOTION
+                search = Search()
+                continue
             found = self.evict_one(size, search)
             if found is Found.DONE:
                 self.reclass.evicted(size)
@@ -94,36 +108,78 @@ class Evictions:
         store, chunks = self._store, self._store.chunks
         if not store.resident(row) or chunks.leases[row] or chunks.writing[row]:
             return False
-        if chunks.child[row] != NONE or row in store.pinned:
+        if not store.leaf(row) or row in store.pinned:
             return False
         return not (store.hold and store.cells.marks[chunks.cell[row]] & col.ADOPTED)
 
     def evict_one(self, size: int, search: Search) -> Found:
         """Remove the chunk with slots of this class that is worth least."""
+        found, row, reason = self.choose(size, search)
+        if found is Found.DONE:
+            self.remove(row, reason)
+        return found
+
+    def remove(self, row: int, reason: str) -> None:
+        """Drop a chunk that was chosen. If a tier below has all of it, it was demoted."""
         store = self._store
-        queues = [
+        if reason == "capacity" and store.layered:
+            if self._clean(row):
+                reason = "demoted"
+            else:
+                self.lost(row)
+        why = "capacity" if reason == "orphan" else reason
+        store.drop(row, why, evicted=reason != "quarantine")
+
+    def _clean(self, row: int) -> bool:
+        ladder = self._store.ladder
+        return any(low.readable and ladder.holds(low, row) for low in ladder.lowers)
+
+    def _drop_clean(self, size: int) -> bool:
+        """Drop something cold that a tier below has already."""
+        store = self._store
+        if not store.ladder.readable:
+            return False
+        try:
+            for queue in self._queues(size):
+                if not store.residents[queue]:
+                    continue
+                for n, row in enumerate(store.policy.victims(queue, store.now)):
+                    if n >= _SKIPS:
+                        break
+                    if store.chunks.below[row] and self.legal(row) and self._clean(row):
+                        store.drop(row, "demoted", evicted=True)
+                        return True
+        except Exception:  # noqa: BLE001 - counted; then others go
+            store.counters.own["policy_errors", ""] += 1
+        return False
+
+    def _queues(self, size: int) -> list[int]:
+        store = self._store
+        return [
             q
             for q in store.spaces.class_queues.get(size, ())
             if not (store.hold and store.spaces.queue_adopted[q])
         ]
+
+    def choose(self, size: int, search: Search) -> tuple[Found, int, str]:
+        """The chunk with slots of this class that is worth least, and the reason to drop it."""
+        store = self._store
+        queues = self._queues(size)
         for queue in queues:
             for row in store.bad[queue]:
                 if not store.chunks.leases[row] and row not in store.pinned:
-                    store.drop(row, "quarantine", evicted=False)
-                    return Found.DONE
+                    return Found.DONE, row, "quarantine"
         for queue in queues:
             row = self._orphan(queue)
             if row != NONE:
-                store.drop(row, "capacity", evicted=True)
-                return Found.DONE
+                return Found.DONE, row, "orphan"
         queue = self._coldest(queues, search)
         if queue < 0:
-            return Found.NOTHING
+            return Found.NOTHING, NONE, ""
         row = self._victim(queue, search)
         if row == NONE:
-            return Found.AGAIN
-        store.drop(row, "capacity", evicted=True)
-        return Found.DONE
+            return Found.AGAIN, NONE, ""
+        return Found.DONE, row, "capacity"
 
     def _coldest(self, queues: list[int], search: Search) -> int:
         """The queue to take from among those that have candidates left, or -1."""
@@ -196,7 +252,8 @@ class Evictions:
                 leaf = self._leaf(row)
                 if leaf != NONE:
                     return self._found(queue, hole, leaf)
-        for hole in list(holes)[:4] if len(holes) < 64 else [next(iter(holes))]:
+        few = len(holes) < 64 and not store.layered
+        for hole in list(holes)[:4] if few else [next(iter(holes))]:
             leaf = self._leaf(hole)
             if leaf != NONE:
                 return self._found(queue, hole, leaf)
@@ -214,7 +271,8 @@ class Evictions:
         """The first legal leaf below a chunk (or itself), or NONE within a bounded walk."""
         chunks = self._store.chunks
         row = top
-        for _ in range(_DESCENT):
+        # with tiers below, a subtree may have nothing here: then it is not worth a long walk
+        for _ in range(_FEW if self._store.layered else _DESCENT):
             while chunks.child[row] != NONE:
                 row = chunks.child[row]
             if self.legal(row):

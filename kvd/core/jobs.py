@@ -23,6 +23,7 @@ class Pause(Enum):
     SLICE = auto()  # it has had its time: go on in the next slice
     ROOM = auto()  # until a slab has been emptied, or can't be
     COPY = auto()  # until a copy is done
+    DEMOTION = auto()  # until a demotion freed a slot, or took too long
 
 
 T = TypeVar("T")
@@ -36,7 +37,9 @@ class Jobs:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._ready: deque[Job] = deque()
-        self._parked: dict[Pause, list[Job]] = {Pause.ROOM: [], Pause.COPY: []}
+        self._parked: dict[Pause, list[Job]] = {
+            pause: [] for pause in (Pause.ROOM, Pause.COPY, Pause.DEMOTION)
+        }
 
     @property
     def busy(self) -> bool:
@@ -53,6 +56,10 @@ class Jobs:
             return False
         self._run(self._ready.popleft())
         return True
+
+    def parked(self, pause: Pause) -> bool:
+        """Whether somebody waits for this."""
+        return bool(self._parked[pause])
 
     def wake(self, pause: Pause) -> None:
         """What they waited for may have come."""

@@ -1,9 +1,10 @@
 """Lookups and the leases that they give.
 
 The law of this module: a hit is a chunk that is there with all shards asked, under the same
-fingerprint; a leading run ends at the first key that is no hit, and at a chunk whose parent is
-absent. What a lookup promised stays until its lease ends: by release, by its session's end, or by
-the clock. A lookup without a lease changes nothing but counters.
+fingerprint, in DRAM or in a tier below that can be read now; a leading run ends at the first key
+that is no hit, and at a chunk whose parent is absent. What a lookup promised stays until its lease
+ends: by release, by its session's end, or by the clock. A lookup without a lease changes nothing
+but counters.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Looked(NamedTuple):
     outcomes: bytes
     leading: int
     lease: Lease | None
+    tiers: bytes = b""  # by key; empty: all in DRAM
 
 
 class Leases:
@@ -64,6 +66,8 @@ class Leases:
         self._store = store
         self.by_number: dict[int, Lease] = {}
         self.ended: Callable[[Lease], None] = lambda lease: None  # told before a lease ends
+        self.kept: Callable[[int], None] = lambda row: None  # a transient chunk was hit again
+        self.second: Callable[[int], None] = lambda row: None  # a chunk was hit twice
         self.horizon = 0
 
     # -- lookup ---------------------------------------------------------------------------------
@@ -93,7 +97,11 @@ class Leases:
         good = self._good(space, shards, rows, fingerprints)
         run = good
         if space.chained:
-            run = good & (store.chunks.np_ready[store.chunks.np_parent[rows]] > 0)
+            above = store.chunks.np_parent[rows]
+            there = store.chunks.np_ready[above] > 0
+            if store.layered:
+                there |= store.chunks.np_below[above] > 0
+            run = good & there
         leading = upto if run.all() else int(run.argmin())
         counts = store.counters.tenant(space.namespace)
         counts["lookups", ""] += 1
@@ -104,6 +112,7 @@ class Leases:
         else:
             hits = np.arange(leading)
             outcomes = self._run(space, shards, ids, leading, fingerprints)
+        tiers = self._tiers(space, shards, ids, hits, asked) if store.layered else b""
         lease = None
         if flags & _LEASE and len(hits):
             allowed = self._allowed(session, space, rows[hits])
@@ -119,7 +128,7 @@ class Leases:
                 lease = self._give(session, space, shards, rows[hits], lease_ns)
         counts["chunks_hit", ""] += len(hits)
         space.hits += len(hits)
-        return Looked(outcomes, leading, lease)
+        return Looked(outcomes, leading, lease, tiers)
 
     def _one(
         self,
@@ -137,7 +146,7 @@ class Leases:
         good = row != NONE and self._ready(space, shards, row)
         if good and fingerprint is not None:
             good = chunks.print[16 * row : 16 * row + 16] == fingerprint
-        run = good and (not space.chained or chunks.ready[chunks.parent[row]] > 0)
+        run = good and (not space.chained or not store.orphan(row))
         hit = good if flags & _EVERY else run
         counts = store.counters.tenant(space.namespace)
         counts["lookups", ""] += 1
@@ -145,6 +154,9 @@ class Leases:
         if not hit:
             missed = self._miss(space, shards, [row], 0, fingerprint)
             return Looked(bytes([missed]), 0, None)
+        tiers = b""
+        if store.layered:
+            tiers = self._tiers(space, shards, np.array([row]), np.arange(1), 1)
         lease = None
         if flags & _LEASE:
             if not self._allowed(session, space, np.array([row], np.int64)):
@@ -153,14 +165,18 @@ class Leases:
             lease = self._give(session, space, shards, np.array([row], np.int64), lease_ns)
         counts["chunks_hit", ""] += 1
         space.hits += 1
-        return Looked(_OK, int(run), lease)
+        return Looked(_OK, int(run), lease, tiers)
 
     def _ready(self, space: Space, shards: tuple[int, ...], row: int) -> bool:
-        """Whether all these shards are ready."""
+        """Whether all these shards are ready, here or below."""
         chunks = self._store.chunks
-        if len(shards) == space.shards:
-            return chunks.ready[row] == space.shards
+        if len(shards) == space.shards and chunks.ready[row] == space.shards:
+            return True
         state, first = self._store.cells.state, chunks.cell[row]
+        if chunks.below[row]:
+            return all(map(self._store.ladder.reachable, (first + s for s in shards)))
+        if len(shards) == space.shards:
+            return False
         return chunks.ready[row] > 0 and all(state[first + s] == col.READY for s in shards)
 
     def _good(
@@ -176,11 +192,43 @@ class Leases:
             first = chunks.np_cell[rows].astype(np.int64)
             for shard in shards:
                 there &= store.cells.np_state[np.where(there, first + shard, 0)] == col.READY
+        if store.layered:
+            self._or_below(shards, rows, there)
         there &= rows >= 0
         if fingerprints is not None:
             asked = np.frombuffer(fingerprints, np.uint64, 2 * len(rows)).reshape(-1, 2)
             there &= (chunks.np_print[rows] == asked).all(axis=1)
         return there
+
+    def _or_below(self, shards: tuple[int, ...], rows: Rows, there: NDArray[np.bool_]) -> None:
+        """Add to `there` what can be delivered with the help of tiers below."""
+        store, chunks = self._store, self._store.chunks
+        whole = chunks.np_full[rows] & store.ladder.readable != 0
+        whole &= (chunks.np_writing[rows] == 0) & (chunks.np_bad[rows] == 0)
+        there |= whole
+        reachable = store.ladder.reachable
+        for n in np.flatnonzero(~there & (chunks.np_below[rows] > 0)).tolist():
+            first = chunks.cell[int(rows[n])]
+            there[n] = all(reachable(first + shard) for shard in shards)
+
+    def _tiers(
+        self, space: Space, shards: tuple[int, ...], ids: Rows, hits: Rows, asked: int
+    ) -> bytes:
+        """Where hits lie, one byte a key; empty if all are in DRAM."""
+        store, chunks = self._store, self._store.chunks
+        rows = ids[hits]
+        below = np.flatnonzero(chunks.np_ready[rows] < space.shards)
+        if not len(below):
+            return b""
+        tiers = np.zeros(asked, np.uint8)
+        for n in below.tolist():
+            first = chunks.cell[int(rows[n])]
+            for shard in shards:
+                if store.cells.state[first + shard] != col.READY:
+                    lower = store.ladder.source(first + shard)
+                    if lower is not None:
+                        tiers[hits[n]] = max(int(tiers[hits[n]]), lower.number + 1)
+        return tiers.tobytes() if tiers.any() else b""
 
     def _why(
         self, space: Space, shards: tuple[int, ...], row: int, fingerprint: bytes | None
@@ -195,11 +243,24 @@ class Leases:
         states = {store.cells.state[first + shard] for shard in shards}
         if col.BAD in states:
             return "quarantined"
+        if chunks.below[row] and all(store.ladder.reachable(first + s) for s in shards):
+            return "orphan"
+        if chunks.below[row] and states <= {col.READY, col.ABSENT}:
+            return "away" if self._all_below(first, shards) else "partial"
         if states == {col.READY}:
             return "orphan"
         if col.READY in states:
             return "partial"
         return "writing" if col.WRITING in states else "absent"
+
+    def _all_below(self, first: int, shards: tuple[int, ...]) -> bool:
+        """Whether all shards would be there if every tier could be read."""
+        store = self._store
+        return all(
+            store.cells.state[first + shard] == col.READY
+            or any(lower.state[first + shard] for lower in store.ladder.lowers)
+            for shard in shards
+        )
 
     def _miss(
         self,
@@ -281,6 +342,8 @@ class Leases:
         chunks.np_leases[once] = before + 1
         chunks.np_hits[once] += np.uint32(1)
         chunks.np_last[once] = store.now
+        if store.layered:
+            self._hit(once)
         self.by_number[lease.number] = lease
         session.leases[lease.number] = lease
         if session.pins is None:
@@ -298,6 +361,22 @@ class Leases:
         for tip in tips:
             store.touch(tip)
         return lease
+
+    def _hit(self, rows: Rows) -> None:
+        """Hits that decide where a chunk lies from now on."""
+        store, chunks = self._store, self._store.chunks
+        lonely = chunks.np_tally[rows] & col.ALONE != 0
+        if store.transients:
+            transients = store.transients
+            lonely |= np.fromiter((row in transients for row in rows.tolist()), bool, len(rows))
+        some = rows[lonely]
+        if len(some):
+            chunks.np_warm[some] = np.minimum(chunks.np_warm[some], 250) + 1
+            for row in some[chunks.np_warm[some] > 1].tolist():
+                if row in store.transients:
+                    self.kept(row)
+        for row in rows[chunks.np_hits[rows] == 2].tolist():
+            self.second(row)
 
     def _once(self, rows: Rows) -> Rows:
         """The rows without repetition."""
@@ -339,6 +418,8 @@ class Leases:
         once = self._once(lease.rows)
         left = chunks.np_leases[once] - 1
         chunks.np_leases[once] = left
+        if store.layered:
+            self._let_go(once[left == 0])
         store.leased_chunks -= len(once) - int(np.count_nonzero(left))
         assert session.pins is not None
         held = session.pins[once] - 1
@@ -346,6 +427,14 @@ class Leases:
         session.lease_bytes -= int(np.count_nonzero(held == 0)) * lease.space.chunk_slot_bytes
         store.counters.tenant(lease.namespace)["leases_ended", reason] += 1
         return len(lease.rows)
+
+    def _let_go(self, rows: Rows) -> None:
+        """Nobody holds these by a lease any more."""
+        store, chunks = self._store, self._store.chunks
+        if store.transients:
+            store.fleeting.extend(row for row in rows.tolist() if row in store.transients)
+        empty = (chunks.np_ready[rows] == 0) & (chunks.np_below[rows] == 0)
+        store.husks.extend(rows[empty].tolist())
 
     def close(self, session: Session) -> Work[None]:
         """End all leases of a session that is over."""

@@ -19,6 +19,8 @@ from kvd.core import columns as col
 from kvd.core.actions import EvictResult, ListResult
 from kvd.core.columns import NONE
 from kvd.core.events import Selector
+from kvd.core.lower import READY, Lower
+from kvd.core.rooms import Rooms
 from kvd.core.sessions import Session
 from kvd.core.spaces import Space
 from kvd.core.store import Store
@@ -53,9 +55,10 @@ class Walk:
 class Listing:
     """Pages, and evictions by command."""
 
-    def __init__(self, store: Store, writes: Writes) -> None:
+    def __init__(self, store: Store, writes: Writes, rooms: Rooms) -> None:
         self._store = store
         self._writes = writes
+        self._rooms = rooms
         self._walks: OrderedDict[int, Walk] = OrderedDict()
         self._walk_number = _WALK
 
@@ -73,9 +76,9 @@ class Listing:
         visit = Visit(self, self._spaces(session, selector), selector, cursor)
         for row in visit.rows():
             held = bool(chunks.leases[row] or row in store.pinned)
-            resident = store.resident(row)
+            resident = self._there(row, selector.tier)
             matched += 1
-            if chunks.writing[row]:
+            if chunks.writing[row] and selector.tier in (None, TIER):
                 writing += 1
             if resident and held:
                 leased += 1
@@ -86,15 +89,44 @@ class Listing:
                         evicted += 1
                         freed += self._bytes(row)
             else:
-                if chunks.writing[row]:
+                if chunks.writing[row] and selector.tier in (None, TIER):
                     self._writes.evict_writing(row)
                 if resident and not held:
-                    freed += store.drop(row, "command", evicted=False)
+                    freed += self._drop(row, selector.tier)
                     evicted += 1
             if matched >= limit:
                 break
         after = visit.cursor()
         return EvictResult(matched, evicted, leased, writing, freed, named, after)
+
+    def _there(self, row: int, tier: str | None) -> bool:
+        """Whether the chunk lies in the tier, or (None) in any."""
+        store = self._store
+        if tier == TIER or not store.layered:
+            return store.resident(row)
+        lower = None if tier is None else store.ladder.find(tier)
+        if lower is None:
+            return store.resident(row) or bool(store.chunks.below[row])
+        return bool(lower.count[row])
+
+    def _drop(self, row: int, tier: str | None) -> int:
+        """Remove a chunk from a tier, or from all; payload bytes freed."""
+        store = self._store
+        below: list[Lower] = [
+            lower
+            for lower in store.ladder.lowers
+            if lower.count[row] and tier in (None, lower.name)
+        ]
+        if not below:
+            return store.drop(row, "command", evicted=False)
+        freed = 0
+        store.pin(row)
+        if tier is None and store.resident(row):
+            freed += store.drop(row, "command", evicted=False)
+        for lower in below:
+            freed += self._rooms.drop(lower, row, "command")
+        store.unpin(row)
+        return freed
 
     # -- list -----------------------------------------------------------------------------------
 
@@ -140,8 +172,8 @@ class Listing:
                 },
             )
             row["specs"].add(space.digest)
-            row["chunks"] += space.chunks
-            row["bytes"] += space.bytes
+            row["chunks"] += space.chunks + space.alone
+            row["bytes"] += space.bytes + space.below_bytes
             row["hits"] += space.hits
         for session in self._store.sessions.by_number.values():
             if session.namespace in by_name:
@@ -171,8 +203,8 @@ class Listing:
                     "bytes": 0,
                 },
             )
-            row["chunks"] += space.chunks
-            row["bytes"] += space.bytes
+            row["chunks"] += space.chunks + space.alone
+            row["bytes"] += space.bytes + space.below_bytes
         return _slice([found[k] for k in sorted(found)], cursor, limit)
 
     def _prefixes(
@@ -238,7 +270,7 @@ class Listing:
         chunks = self._store.chunks
         for row in self.subtree(walk):
             budget -= 1
-            if self._store.resident(row):
+            if self._there(row, None):
                 walk.chunks += 1
                 walk.bytes += self._bytes(row)
                 walk.hits += chunks.hits[row]
@@ -281,18 +313,29 @@ class Listing:
         return "sealed"
 
     def _bytes(self, row: int) -> int:
-        """Payload bytes of its ready and quarantined shards."""
+        """Payload bytes of its ready and quarantined shards, in all tiers."""
         store = self._store
         space = store.spaces.of(store.chunks.space[row])
         first = store.chunks.cell[row]
         held = (col.READY, col.BAD)
-        return sum(n for s, n in enumerate(space.nbytes) if store.cells.state[first + s] in held)
+        here = sum(n for s, n in enumerate(space.nbytes) if store.cells.state[first + s] in held)
+        if not store.chunks.below[row]:
+            return here
+        return here + sum(
+            n * (lower.state[cell] == READY)
+            for cell, n in enumerate(space.nbytes, first)
+            for lower in store.ladder.lowers
+        )
 
     def chunk_row(self, row: int) -> dict[str, Any]:
         store, chunks = self._store, self._store.chunks
         space = store.spaces.of(chunks.space[row])
         born = chunks.born[row] * 1_000_000_000
-        return {
+        lowers = [lower for lower in store.ladder.lowers if lower.count[row]]
+        tiers = [lower.name for lower in lowers]
+        if store.resident(row) or not lowers:
+            tiers.insert(0, TIER)
+        found = {
             "namespace": space.namespace,
             "spec": space.digest.hex(),
             "kind": Kind(space.kind).name.lower(),
@@ -301,14 +344,17 @@ class Listing:
             "index": chunks.index[row],
             "tokens": chunks.tokens[row],
             "bytes": self._bytes(row),
-            "shards": chunks.ready[row],
-            "tier": TIER,
+            "shards": max([chunks.ready[row], *(lower.count[row] for lower in lowers)]),
+            "tier": tiers[0],
             "state": self.state(row),
             "age_s": round(max(0, store.unix_ns() - born) / 1e9, 3),
             "idle_s": round(max(0, store.now - chunks.last[row]) / 1e9, 3),
             "hits": chunks.hits[row],
             "leases": chunks.leases[row],
         }
+        if store.layered:
+            found["tiers"] = tiers
+        return found
 
     # -- selecting ------------------------------------------------------------------------------
 
@@ -324,7 +370,7 @@ class Listing:
 
     def _spaces(self, session: Session, selector: Selector) -> list[Space]:
         """Spaces that the session may see and the selector names."""
-        if selector.tier is not None and selector.tier != TIER:
+        if selector.tier not in (None, TIER) and self._store.ladder.find(selector.tier) is None:
             return []
         if selector == Selector():
             return []
@@ -342,6 +388,10 @@ class Listing:
         store, chunks = self._store, self._store.chunks
         if not chunks.space[row] or store.is_empty(row):
             return False
+        tier = selector.tier
+        if tier is not None and not self._there(row, tier):
+            if tier != TIER or not chunks.writing[row]:
+                return False
         prefix = selector.key_prefix
         if prefix is not None and not chunks.key_of(row).startswith(prefix):
             return False

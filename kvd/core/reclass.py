@@ -217,7 +217,7 @@ class Reclass:
                 return False
             if cells.state[cell] == col.BAD:
                 store.drop(row, "quarantine", evicted=False)
-            elif self._legal(row) and self._value(row) <= limit:
+            elif row in store.transients or (self._legal(row) and self._value(row) <= limit):
                 store.drop(row, "slab", evicted=True)
             elif not self._move(cell, slab):
                 if not self._legal(row):
@@ -310,7 +310,8 @@ class Reclass:
         )
         if same:
             cells.marks[cell] &= ~col.MOVING & 0xFF
-        if ok and same and not store.chunks.leases[cells.chunk[cell]]:
+        row = cells.chunk[cell]
+        if ok and same and not store.chunks.leases[row] and row not in store.ladder.active:
             cells.record[cell] = move.target
             cells.generation[cell] = store.generation()
             store.slabs.set_cell(move.target, cell)

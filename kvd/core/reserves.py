@@ -297,6 +297,8 @@ class Reserves:
         state = col.ABSENT if cell == NONE else store.cells.state[cell + shard]
         if state == col.READY:
             return Outcome.EXISTS
+        if state == col.ABSENT and cell != NONE and store.ladder.source(cell + shard) is not None:
+            return Outcome.EXISTS  # below, and readable now
         if state == col.WRITING:
             return Outcome.BUSY
         if state == col.BAD and store.chunks.leases[row]:

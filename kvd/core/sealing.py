@@ -54,4 +54,6 @@ class Seals:
         elif same:
             cells.marks[cell] &= ~col.SEALING & 0xFF
             store.counters.own["seals_failed", ""] += 1
+        if same and store.layered:
+            store.sealed.append(cell)
         self.pump()

@@ -40,6 +40,8 @@ class Slabs:
         self._blank: list[int] = []  # heap of open slabs without a class
         self._empty: dict[int, None] = {}  # slabs with a class and nothing taken
         self.taken_bytes = 0
+        self.slots: dict[int, int] = {}  # size -> slots of its slabs that are open
+        self.used: dict[int, int] = {}  # size -> slots of these that are taken
 
     # -- places ---------------------------------------------------------------------------------
 
@@ -79,7 +81,9 @@ class Slabs:
         """The arena's memory is there up to `reserved` bytes."""
         upto = min(self.count, reserved // self.size)
         for slab in range(self.open, upto):
-            if self.slot_sizes[slab]:
+            size = self.slot_sizes[slab]
+            if size:
+                self.slots[size] = self.slots.get(size, 0) + self._capacity[slab]
                 self._list(slab)
             else:
                 heappush(self._blank, slab)
@@ -113,6 +117,12 @@ class Slabs:
 
     def _cut(self, slab: int, size: int) -> None:
         slots = self.size // size
+        before = self.slot_sizes[slab]
+        if slab < self.open:
+            if before:
+                self.slots[before] -= self._capacity[slab]
+            self.slots[size] = self.slots.get(size, 0) + slots
+        self.used.setdefault(size, 0)
         self.slot_sizes[slab] = size
         self.np_slot_size[slab] = size
         self._capacity[slab] = slots
@@ -136,6 +146,7 @@ class Slabs:
         self._fresh[slab] = len(owner)
         self._free[slab] = array("i", np.flatnonzero(free)[::-1].astype(np.int32).tobytes())
         self.taken[slab] = len(taken)
+        self.used[size] += len(taken)
         if len(taken):
             del self._empty[slab]
         self.taken_bytes += len(taken) * size
@@ -173,6 +184,7 @@ class Slabs:
                     if not self.taken[slab]:
                         del self._empty[slab]
                     self.taken[slab] += 1
+                    self.used[size] += 1
                     self.taken_bytes += size
                     owner = self.owner[slab]
                     assert owner is not None
@@ -193,7 +205,9 @@ class Slabs:
         self.taken[slab] -= 1
         if not self.taken[slab]:
             self._empty[slab] = None
-        self.taken_bytes -= self.slot_sizes[slab]
+        size = self.slot_sizes[slab]
+        self.used[size] -= 1
+        self.taken_bytes -= size
         self._list(slab)
 
     def drain(self, slab: int) -> None:

@@ -35,6 +35,8 @@ class Space:
         self.chunks = 0  # with at least one shard that is ready or in quarantine
         self.bytes = 0  # payload bytes of those shards
         self.hits = 0
+        self.alone = 0  # chunks that are in tiers below only
+        self.below_bytes = 0  # payload bytes in these tiers
 
     def get(self, key: bytes) -> int:
         """Row of a key, or NONE."""

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 
 def stat(
-    store: Store, leases: Leases, writes: Writes, uptime_ns: int, namespace: str | None
+    store: Store,
+    leases: Leases,
+    writes: Writes,
+    uptime_ns: int,
+    namespace: str | None,
+    moving: dict[str, int],
 ) -> dict[str, Any]:
     """All sections; of one tenant, or of all (namespace None)."""
     slabs = store.slabs
@@ -35,11 +40,28 @@ def stat(
         "leased_chunks": store.leased_chunks,
         "state": "draining" if store.draining else "ok",
     }
+    below = [
+        {
+            "name": lower.name,
+            "chunks": lower.chunks,
+            "payload_bytes": lower.bytes,
+            "policy": lower.config.policy.value,
+            "reading": lower.reading,
+            "writing": lower.writing,
+            "overdue": lower.overdue,
+            "state": "ok" if lower.readable and lower.writable else "degraded",
+        }
+        for lower in store.ladder.lowers
+    ]
+    if below:
+        tier["transient_bytes"] = store.transient_bytes
     names = store.counters.namespaces() if namespace is None else [namespace]
     tenants = {
         name: {
             "chunks": sum(s.chunks for s in spaces if s.namespace == name),
             "bytes": sum(s.bytes for s in spaces if s.namespace == name),
+            "chunks_below": sum(s.alone for s in spaces if s.namespace == name),
+            "bytes_below": sum(s.below_bytes for s in spaces if s.namespace == name),
             "counters": as_dict(store.counters.tenant(name)),
         }
         for name in names
@@ -49,7 +71,7 @@ def stat(
         "epoch": store.config.epoch,
         "uptime_s": uptime_ns / 1e9,
         "sessions": len(store.sessions),
-        "tiers": [tier],
+        "tiers": [tier, *below],
         "counters": {
             **store.counters.total(),
             "leased_chunks": store.leased_chunks,
@@ -59,6 +81,8 @@ def stat(
             "condemned_bytes": store.condemned_bytes,
             "held_bytes": store.held_bytes,
             "pending_touches": len(store.touches),
+            "transient_bytes": store.transient_bytes,
+            **moving,
         },
         "tenants": tenants,
     }

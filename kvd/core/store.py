@@ -1,6 +1,7 @@
 """What all parts of the core share: rows, slots, spaces, the policy, and the life of a chunk.
 
-The law of this module: a chunk's row exists while it has bytes, a writer, or children. One with
+The law of this module: a chunk's row exists while it has bytes (here or in a tier below), a writer,
+a lease, or children. One with
 children only is a *hole*: its children are orphans, in no leading run, and the first to go. All
 changes of a chunk's counts end in `settle`, which alone moves it in and out of the policy, the
 holes and the index.
@@ -9,7 +10,7 @@ holes and the index.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvd.chunk import NO_PARENT, ChunkHeader, HeaderFlag, State
 from kvd.core import columns as col
@@ -18,6 +19,7 @@ from kvd.core.columns import NONE, Cells, Chunks
 from kvd.core.config import SECOND_NS, CoreConfig
 from kvd.core.counters import Counters
 from kvd.core.index import Index
+from kvd.core.lower import Ladder
 from kvd.core.sessions import Sessions
 from kvd.core.slabs import DETACHED, Slabs
 from kvd.core.spaces import Space, Spaces
@@ -31,7 +33,7 @@ TOUCH_SLICE = 1024  # chunks whose recency is applied at once
 class Store:
     """The state of the core, without what belongs to one kind of request."""
 
-    def __init__(self, config: CoreConfig, policy: Policy) -> None:
+    def __init__(self, config: CoreConfig, policy: Policy, below: Sequence[Policy] = ()) -> None:
         self.config = config
         self.policy = policy
         self.chunks = Chunks(config.rows)
@@ -63,6 +65,13 @@ class Store:
         self.hold = False  # adopted slots may still have readers of an earlier life
         self.held: list[int] = []  # their records, freed meanwhile
         self.held_bytes = 0
+        self._policies = [policy, *below]
+        self.layered = bool(config.tiers)  # there are tiers below DRAM
+        self.ladder = Ladder(self, list(below))
+        self.transients: dict[int, int] = {}  # chunks read from below for one lease: slot bytes
+        self.transient_bytes = 0  # of these, and of reads under way for them
+        self.fleeting: deque[int] = deque()  # transients that nobody may hold any more
+        self.sealed: deque[int] = deque()  # cells that have a digest since the last look
 
     # -- numbers --------------------------------------------------------------------------------
 
@@ -113,10 +122,14 @@ class Store:
             if first != NONE:
                 chunks.prev[first] = row
             chunks.child[parent] = row
+            if chunks.tally[row] & col.HERE:
+                chunks.kids[parent] += 1
 
     def unlink(self, row: int) -> None:
         chunks = self.chunks
         parent, before, after = chunks.parent[row], chunks.prev[row], chunks.next[row]
+        if parent != NONE and chunks.tally[row] & col.HERE:
+            chunks.kids[parent] -= 1
         if after != NONE:
             chunks.prev[after] = before
         if before != NONE:
@@ -130,7 +143,9 @@ class Store:
     def is_empty(self, row: int) -> bool:
         """Neither bytes nor a writer: a hole, or about to go."""
         chunks = self.chunks
-        return not (chunks.ready[row] or chunks.writing[row] or chunks.bad[row])
+        return not (
+            chunks.ready[row] or chunks.writing[row] or chunks.bad[row] or chunks.below[row]
+        )
 
     def resident(self, row: int) -> bool:
         return bool(self.chunks.ready[row] or self.chunks.bad[row])
@@ -150,7 +165,32 @@ class Store:
 
     def orphan(self, row: int) -> bool:
         """Its parent is absent, or not ready yet."""
-        return not self.chunks.ready[self.chunks.parent[row]]
+        parent = self.chunks.parent[row]
+        return not (self.chunks.ready[parent] or self.chunks.below[parent])
+
+    def leaf(self, row: int) -> bool:
+        """Nothing that hangs below it is in DRAM, or being written."""
+        if self.layered:
+            return not self.chunks.kids[row]
+        return bool(self.chunks.child[row] == NONE)
+
+    def recount(self, row: int) -> None:
+        """The chunk may have come to DRAM or left it: say so to its parent and its space."""
+        if not self.layered:
+            return
+        chunks = self.chunks
+        here = chunks.ready[row] or chunks.writing[row] or chunks.bad[row]
+        alone = chunks.below[row] and not (chunks.ready[row] or chunks.bad[row])
+        tally = (col.HERE if here else 0) | (col.ALONE if alone else 0)
+        changed = tally ^ chunks.tally[row]
+        if not changed:
+            return
+        chunks.tally[row] = tally
+        parent = chunks.parent[row]
+        if changed & col.HERE and parent != NONE:
+            chunks.kids[parent] += 1 if here else -1
+        if changed & col.ALONE:
+            self.spaces.of(chunks.space[row]).alone += 1 if alone else -1
 
     def queue(self, row: int) -> int:
         """The policy's queue of a chunk."""
@@ -163,8 +203,11 @@ class Store:
         """The chunk's counts have changed: put it where it belongs now. The row may be gone
         afterwards."""
         chunks = self.chunks
+        self.recount(row)
         if row in self.pinned or not self.is_empty(row):
             return
+        if self.layered and chunks.leases[row]:
+            return  # its last copy below is gone; the lease's end sees to it
         space = self.spaces.of(chunks.space[row])
         cell = chunks.cell[row]
         if cell != NONE:
@@ -176,6 +219,8 @@ class Store:
         self.holes[space.queues[0]].pop(row, None)
         self.unlink(row)
         self.index.remove(row)
+        if self.layered:
+            chunks.warm[row] = 0
         chunks.give(row)
 
     def sweep(self, budget: int) -> int:
@@ -266,6 +311,8 @@ class Store:
                 freed += space.nbytes[shard]
                 self.clear_cell(cell)
         chunks.ready[row] = chunks.bad[row] = 0
+        if self.layered:
+            self._left_dram(row, space)
         space.chunks -= 1
         space.bytes -= freed
         counts = self.counters.tenant(space.namespace)
@@ -273,6 +320,17 @@ class Store:
         counts["bytes_evicted", ""] += freed
         self.settle(row)
         return freed
+
+    def _left_dram(self, row: int, space: Space) -> None:
+        """What stays below is no longer what an earlier life left here, and has to earn its way
+        back."""
+        chunks = self.chunks
+        self.transient_bytes -= self.transients.pop(row, 0)
+        chunks.warm[row] = 0
+        if not chunks.writing[row]:
+            first = chunks.cell[row]
+            for cell in range(first, first + space.shards):
+                self.cells.marks[cell] = 0
 
     def clear_cell(self, cell: int) -> None:
         """Free the slot of a ready or quarantined cell. Counts are the caller's."""
@@ -349,5 +407,6 @@ class Store:
             chain = list(self.ancestors(row))
             chain.reverse()
             budget -= len(chain)
-            self.guard(lambda chain=chain, when=when: self.policy.touch(chain, when))  # type: ignore[misc]
+            for policy in self._policies:
+                self.guard(lambda policy=policy, chain=chain, when=when: policy.touch(chain, when))  # type: ignore[misc]
         return budget

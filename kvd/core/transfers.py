@@ -2,7 +2,8 @@
 
 The law of this module: a shard is delivered only when it is ready and, if it was adopted from an
 earlier life, its payload has been compared with its digest; that comparison is made once, whoever
-asks. In DRAM all else is delivered at once. A transfer ends with its lease.
+asks. In DRAM all else is delivered at once; what lies below is read up in the order asked, and
+delivered one by one. A transfer ends with its lease.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from kvd.chunk import REF_DTYPE, Outcome
 from kvd.core import columns as col
 from kvd.core.actions import LoadResult, Reply, Verify, WaitResult
+from kvd.core.fetches import Batch, Fetches
 from kvd.core.leases import Lease
 from kvd.core.store import Store
 
@@ -24,6 +26,8 @@ _LABEL = {
     Outcome.MISS: "miss",
     Outcome.CORRUPT: "corrupt",
     Outcome.CANCELLED: "cancelled",
+    Outcome.DEADLINE: "deadline",
+    Outcome.NO_SPACE: "no_space",
 }
 
 
@@ -52,6 +56,7 @@ class Transfer:
         self.outcomes = bytearray(cells.size)
         self.order: list[int] = []
         self.waiters: dict[int, Waiter] = {}  # by their own handle
+        self.cancelled = False
 
     @property
     def done(self) -> bool:
@@ -61,8 +66,10 @@ class Transfer:
 class Transfers:
     """All transfers by number; and what is being verified."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, fetches: Fetches) -> None:
         self._store = store
+        self._fetches = fetches
+        fetches.transfers = self
         self.by_number: dict[int, Transfer] = {}
         self._waits: dict[int, Transfer] = {}  # waiter's handle -> transfer
         # (record, generation) -> (transfer, result) that wait for it
@@ -88,18 +95,27 @@ class Transfers:
         outcomes[state == col.BAD] = Outcome.CORRUPT
         outcomes[ok] = Outcome.OK
         outcomes[blocked] = Outcome.FAILED
+        below = np.zeros(0, np.int64)
+        if store.layered:
+            below = np.flatnonzero(state == col.ABSENT)
+            source = store.ladder.source
+            below = below[[source(int(cell)) is not None for cell in which[below]]]
+            outcomes[below] = Outcome.FAILED
         refs = self.refs(which[ok])
         self._count(lease, where, outcomes.reshape(len(where), -1))
         self._count_shards(lease, outcomes, refs)
-        if not blocked.any():
+        if not blocked.any() and not len(below):
             return LoadResult(0, outcomes.tobytes(), refs.tobytes(), True)
         transfer = Transfer(store.handle(), lease, where, which)
         transfer.outcomes[:] = outcomes.tobytes()
-        transfer.order = np.flatnonzero(~blocked).tolist()
+        transfer.order = np.flatnonzero(outcomes != Outcome.FAILED).tolist()
         self.by_number[transfer.number] = transfer
         lease.transfers.append(transfer.number)
         for result in np.flatnonzero(blocked).tolist():
             self._verify(transfer, result)
+        batch = Batch()
+        for result in below.tolist():
+            self._fetches.want(int(which[result]), transfer, result, batch)
         self.pump()
         return LoadResult(transfer.number, outcomes.tobytes(), refs.tobytes(), False)
 
@@ -191,6 +207,11 @@ class Transfers:
                 self._known(transfer, result, outcome)
         self.pump()
 
+    def fetched(self, transfer: Transfer, result: int, outcome: Outcome) -> None:
+        """A shard from below is here, or is not to be had."""
+        if transfer.outcomes[result] == Outcome.FAILED:
+            self._known(transfer, result, outcome)
+
     def _known(self, transfer: Transfer, result: int, outcome: Outcome) -> None:
         transfer.outcomes[result] = outcome
         transfer.order.append(result)
@@ -225,6 +246,7 @@ class Transfers:
     def cancel(self, transfer: Transfer) -> None:
         """End it: what is not known yet is CANCELLED."""
         del self.by_number[transfer.number]
+        transfer.cancelled = True
         for result, outcome in enumerate(transfer.outcomes):
             if outcome == Outcome.FAILED:
                 transfer.outcomes[result] = Outcome.CANCELLED

@@ -111,6 +111,7 @@ class Writes:
         ref = SlotRef(config.arena, record, offset, nbytes, cells.generation[cell])
         item = write.items[place] = Item(cell, size, ref)
         self._writer[cell] = (write, item)
+        store.recount(row)
         store.write_record(cell, State.WRITING, session.public_id)
         return item
 
@@ -189,6 +190,8 @@ class Writes:
             cells.marks[cell] |= col.SEALED
             flags = chunks.flags[row] | HeaderFlag.SEALED
             store.counters.own["shards_sealed", "client"] += 1
+            if store.layered:
+                store.sealed.append(cell)
         else:
             store.unsealed.append(cell)
         store.out.append(PatchRecord(item.record, state=State.READY, flags=flags, digest=digest))
@@ -203,6 +206,7 @@ class Writes:
         counts["bytes_stored", ""] += size
         if chunks.ready[row] == 1:
             store.enter(row)
+        store.recount(row)
         return row
 
     def abort(self, write: Write, items: Sequence[int]) -> Work[OutcomesResult]:

@@ -47,7 +47,8 @@ _ALL = (
         "chunks_missed",
         _C,
         "chunks",
-        "Keys not answered OK in lookups, by reason. skipped: behind the end of the leading run.",
+        "Keys not answered OK in lookups, by reason. skipped: behind the end of the leading run; "
+        "away: in a tier that can't be read now.",
         "reason",
         (
             "absent",
@@ -58,6 +59,7 @@ _ALL = (
             "quarantined",
             "over_quota",
             "skipped",
+            "away",
         ),
         tenant=True,
     ),
@@ -83,7 +85,7 @@ _ALL = (
         "shards",
         "Results of loads, by outcome.",
         "outcome",
-        ("ok", "miss", "corrupt", "cancelled"),
+        ("ok", "miss", "corrupt", "cancelled", "deadline", "no_space"),
         tenant=True,
     ),
     Metric("bytes_loaded", _C, "bytes", "Payload bytes of shards loaded ok.", tenant=True),
@@ -124,10 +126,20 @@ _ALL = (
         "chunks_evicted",
         _C,
         "chunks",
-        "Resident chunks removed, by reason. capacity: for room; slab: a slab changed class; "
-        "command: evict; quarantine: replaced or removed after a bad digest.",
+        "Resident chunks removed from DRAM, by reason. capacity: for room; slab: a slab changed "
+        "class; command: evict; quarantine: replaced or removed after a bad digest; demoted: a "
+        "tier below has it; undemoted: a tier below could not take it; transient: read from below "
+        "for one lease.",
         "reason",
-        ("capacity", "slab", "command", "quarantine"),
+        (
+            "capacity",
+            "slab",
+            "command",
+            "quarantine",
+            "demoted",
+            "undemoted",
+            "transient",
+        ),
         tenant=True,
     ),
     Metric("bytes_evicted", _C, "bytes", "Payload bytes of chunks evicted.", tenant=True),
@@ -221,6 +233,99 @@ _ALL = (
             "quarantined",
         ),
     ),
+    # tiers below
+    Metric(
+        "demotions",
+        _C,
+        "chunks",
+        "Chunks on their way down, by how it ended. written, present (it was there already); or "
+        "dropped without: off (no tier takes writes), unwanted (by the tier's write policy), "
+        "no_time (a store could not wait), and what the tier answered.",
+        "result",
+        (
+            "written",
+            "present",
+            "off",
+            "unwanted",
+            "no_time",
+            "no_space",
+            "too_large",
+            "corrupt",
+            "timeout",
+            "failed",
+        ),
+        tenant=True,
+    ),
+    Metric(
+        "shards_promoted",
+        _C,
+        "shards",
+        "Shards read up into DRAM: for one lease, or to stay.",
+        "how",
+        ("transient", "stays"),
+        tenant=True,
+    ),
+    Metric(
+        "chunks_kept",
+        _C,
+        "chunks",
+        "Chunks read up for one lease that stayed after a second hit.",
+        tenant=True,
+    ),
+    Metric(
+        "chunks_evicted_below",
+        _C,
+        "chunks",
+        "Chunks removed from a tier below, by reason.",
+        "reason",
+        ("capacity", "command", "quarantine"),
+        tenant=True,
+    ),
+    Metric(
+        "shards_written",
+        _C,
+        "shards",
+        "Writes to tiers below, by answer. late: not back in time, counted again when they are.",
+        "answer",
+        (
+            "ok",
+            "exists",
+            "no_space",
+            "too_large",
+            "corrupt",
+            "timeout",
+            "failed",
+            "off",
+            "late",
+        ),
+    ),
+    Metric(
+        "shards_fetched",
+        _C,
+        "shards",
+        "Reads from tiers below, by answer. foreign: the record is another chunk's; cancelled: "
+        "nobody waited any more; late: not back in time, counted again when they are.",
+        "answer",
+        (
+            "ok",
+            "miss",
+            "corrupt",
+            "timeout",
+            "failed",
+            "off",
+            "foreign",
+            "cancelled",
+            "late",
+        ),
+    ),
+    Metric(
+        "shards_deleted",
+        _C,
+        "shards",
+        "Deletions in tiers below, by answer.",
+        "answer",
+        ("ok", "miss", "timeout", "failed", "off"),
+    ),
     # sessions
     Metric("sessions_opened", _C, "sessions", "Sessions opened."),
     Metric("sessions_closed", _C, "sessions", "Sessions closed."),
@@ -245,6 +350,11 @@ _ALL = (
         "Freed slots of an earlier life, kept until no reader of it can be left.",
     ),
     Metric("pending_touches", _G, "chunks", "Recency not applied yet."),
+    Metric(
+        "transient_bytes", _G, "bytes", "Slots of first hits from below, until their lease ends."
+    ),
+    Metric("moving", _G, "chunks", "Chunks on their way down."),
+    Metric("fetches_queued", _G, "shards", "Shards that wait to be read from below."),
 )
 
 METRICS: dict[str, Metric] = {m.name: m for m in _ALL}

@@ -19,6 +19,7 @@ from kvd.wire.versions import MAX_FEATURE_BYTES, MAX_FEATURES
 
 MAX_MESSAGE = 4096  # bytes of an error's text
 
+_LOOKUP_FIELDS = 7
 _GRANTED = bytes([Outcome.GRANTED])
 _OK = bytes([Outcome.OK])
 
@@ -66,6 +67,7 @@ class LookupReply(NamedTuple):
     expiry: int
     load: LoadReply | None
     reserved: ReserveReply | None
+    tiers: bytes = b""  # from 1.1: by key, 0 DRAM, n the n-th tier below; empty: all in DRAM
 
 
 class WaitReply(NamedTuple):
@@ -124,6 +126,8 @@ def encode_reply(result: tuple[Any, ...], limits: Limits = DEFAULT_LIMITS) -> by
     """The body of an answer: a reply of this module, or the core's result of the same shape."""
     if isinstance(result, HelloReply):
         result = result._replace(limits=result.limits.to_wire())  # type: ignore[arg-type]
+    elif len(result) == _LOOKUP_FIELDS and not result[-1] and hasattr(result, "tiers"):
+        result = result[:-1]  # nothing to say: as 1.0 says it
     return c.pack(result, limits.body)
 
 
@@ -153,7 +157,10 @@ def decode_reply(op: int, body: bytes, *, newer: bool = False) -> Reply:
     if entry is None:
         raise ProtocolError(f"operation {op} is unknown to this version")
     name, count, decode = entry
-    return decode(c.fields(c.unpack(body, rows=True), count, name, newer), newer)
+    found = c.unpack(body, rows=True)
+    if op == Op.LOOKUP and len(found) == count - 1:
+        found.append(b"")
+    return decode(c.fields(found, count, name, newer), newer)
 
 
 # -- one decoder a shape --------------------------------------------------------------------------
@@ -216,8 +223,11 @@ def _lookup(f: list[Any], newer: bool) -> LookupReply:
         reserved = _reserve(_nested(f[5], 4, "reserved", newer), newer)
     outcomes = _outcomes(f[0])
     leading = c.uint(f[1], "leading", len(outcomes) + 1)
+    tiers = _outcomes(f[6])
+    if tiers and len(tiers) != len(outcomes):
+        raise ProtocolError(f"tiers: {len(tiers)} bytes for {len(outcomes)} outcomes")
     return LookupReply(
-        outcomes, leading, c.uint(f[2], "lease"), c.uint(f[3], "expiry"), load, reserved
+        outcomes, leading, c.uint(f[2], "lease"), c.uint(f[3], "expiry"), load, reserved, tiers
     )
 
 
@@ -292,7 +302,7 @@ _DECODERS: dict[int, tuple[str, int, Callable[[list[Any], bool], Reply]]] = {
     Op.RESERVE: ("reserve", 4, _reserve),
     Op.COMMIT: ("commit", 1, _outcomes_only),
     Op.ABORT: ("abort", 1, _outcomes_only),
-    Op.LOOKUP: ("lookup", 6, _lookup),
+    Op.LOOKUP: ("lookup", _LOOKUP_FIELDS, _lookup),
     Op.LOAD: ("load", 4, _load),
     Op.WAIT: ("wait", 5, _wait),
     Op.CANCEL: ("cancel", 0, _done),

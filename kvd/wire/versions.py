@@ -10,10 +10,10 @@ from __future__ import annotations
 from kvd.errors import VersionError
 
 MAJOR = 1
-MINOR = 0
+MINOR = 1  # 1: a lookup says in which tier its hits lie; operation `tier`
 
 # What this code can do beyond the bare protocol; both sides use the intersection.
-FEATURES: tuple[str, ...] = ("inline", "lookup-load", "lookup-reserve", "trace")
+FEATURES: tuple[str, ...] = ("inline", "lookup-load", "lookup-reserve", "tiers", "trace")
 
 MAX_FEATURES = 64
 MAX_FEATURE_BYTES = 64

@@ -10,6 +10,7 @@ from kvd.errors import LimitExceeded, ProtocolError, VersionError
 from kvd.wire import (
     DEFAULT_LIMITS,
     HEADER_BYTES,
+    MINOR,
     FrameFlag,
     Op,
     Trace,
@@ -135,7 +136,7 @@ def test_reserved_bits_are_refused_at_our_minor_and_ignored_at_a_newer_one(
     data[at] = value
     with pytest.raises(ProtocolError, match="reserved"):
         decode_frame(bytes(data))
-    data[5] = 1
+    data[5] = MINOR + 1
     assert decode_frame(bytes(data)).newer
 
 
@@ -149,7 +150,7 @@ def test_another_major_is_refused_with_both_versions_and_can_be_answered(
     data[4:6] = bytes([major, 3])
     with pytest.raises(VersionError) as caught:
         decode_frame(bytes(data[:size]))
-    assert f"{major}.3" in str(caught.value) and "1.0" in str(caught.value)
+    assert f"{major}.3" in str(caught.value) and f"1.{MINOR}" in str(caught.value)
     address = address_of(bytes(data[:size]))
     assert address is not None and address.request == 7 and address.session == bytes(range(16))
 
@@ -164,7 +165,8 @@ def test_nobody_is_addressed_by_garbage() -> None:
 def test_versions_and_features_are_settled() -> None:
     """K04"""
     assert check_version(1, 0) is False
-    assert check_version(1, 1) is True
+    assert check_version(1, MINOR) is False
+    assert check_version(1, MINOR + 1) is True
     with pytest.raises(VersionError):
         check_version(2, 0)
     assert common_features(("trace", "warp", "inline")) == ("inline", "trace")

@@ -20,7 +20,7 @@ from kvd.errors import (
     ProtocolError,
     VersionError,
 )
-from kvd.wire import DEFAULT_LIMITS, Limits, Op
+from kvd.wire import DEFAULT_LIMITS, MINOR, Limits, Op
 from kvd.wire import messages as m
 from kvd.wire.attach import (
     AttachRequest,
@@ -291,8 +291,8 @@ def test_an_attach_that_is_not_right_is_a_typed_error(
 def test_an_attach_of_a_newer_minor_works() -> None:
     """K04"""
     fields = [*msgpack.unpackb(encode_attach(ATTACH)), "new", 7]
-    fields[2] = 1
-    assert decode_attach(msgpack.packb(fields)) == ATTACH._replace(minor=1)
+    fields[2] = MINOR + 1
+    assert decode_attach(msgpack.packb(fields)) == ATTACH._replace(minor=MINOR + 1)
 
 
 def test_a_refused_attach_raises_what_the_daemon_said() -> None:

@@ -11,6 +11,7 @@ import msgpack
 import pytest
 import wire_vectors as vectors
 
+from kvd.errors import ProtocolError
 from kvd.wire import HEADER_BYTES, Frame, decode_frame
 from kvd.wire import messages as m
 from kvd.wire.attach import decode_attach, decode_attach_reply
@@ -20,6 +21,25 @@ GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("golden.json").read
 
 def test_every_vector_is_what_it_was_on_the_first_day() -> None:
     assert vectors.vectors() == GOLDEN
+
+
+def test_what_a_minor_version_added_is_what_it_was_on_its_first_day() -> None:
+    golden = json.loads(Path(__file__).with_name("golden_1_1.json").read_text())
+    assert vectors.vectors_1_1() == golden
+    for name, (op, message) in vectors.REPLIES_1_1.items():
+        assert m.decode_reply(op, bytes.fromhex(golden["replies"][name])) == message
+
+
+def test_a_lookup_answer_of_1_0_and_one_of_1_1_are_both_understood() -> None:
+    """K04: an older peer cuts the added field off; a newer one does without it."""
+    old = m.LookupReply(b"\x01\x02", 1, 3, 99, None, None)
+    assert m.decode_reply(6, m.encode_reply(old)) == old
+    fields = msgpack.unpackb(m.encode_reply(old._replace(tiers=b"\x01\x00")))
+    assert len(fields) == 7
+    assert m.decode_reply(6, msgpack.packb(fields[:6])) == old
+    assert m.decode_reply(6, msgpack.packb([*fields, 5]), newer=True).tiers == b"\x01\x00"
+    with pytest.raises(ProtocolError, match="tiers"):
+        m.decode_reply(6, msgpack.packb([*fields[:6], b"\x01"]))
 
 
 def test_the_header_is_where_the_document_says() -> None:

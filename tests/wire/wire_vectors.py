@@ -7,6 +7,7 @@ was written once by this program: a difference is a broken protocol, not an old 
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 from kvd.wire import DEFAULT_LIMITS, FrameFlag, Op, Trace, encode_frame
@@ -139,7 +140,8 @@ def vectors() -> dict[str, Any]:
         ),
     }
     return {
-        "frames": {name: data.hex() for name, data in frames.items()},
+        # all but the minor version, which is the sender's
+        "frames": {name: (data[:5] + b"\0" + data[6:]).hex() for name, data in frames.items()},
         "requests": {name: m.encode_request(v).hex() for name, v in REQUESTS.items()},
         "replies": {name: m.encode_reply(v).hex() for name, (_, v) in REPLIES.items()},
         "attach": {
@@ -151,5 +153,16 @@ def vectors() -> dict[str, Any]:
     }
 
 
+# What 1.1 added: `golden_1_1.json`.
+REPLIES_1_1: dict[str, tuple[Op, Any]] = {
+    "lookup below": (Op.LOOKUP, m.LookupReply(b"\x01\x01\x02", 2, 3, 99, None, None, b"\0\2\0")),
+}
+
+
+def vectors_1_1() -> dict[str, Any]:
+    return {"replies": {name: m.encode_reply(v).hex() for name, (_, v) in REPLIES_1_1.items()}}
+
+
 if __name__ == "__main__":
-    print(json.dumps(vectors(), indent=1, sort_keys=True))
+    chosen = vectors_1_1 if sys.argv[1:] == ["1.1"] else vectors
+    print(json.dumps(chosen(), indent=1, sort_keys=True))

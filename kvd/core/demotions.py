@@ -1,0 +1,346 @@
+"""Writing chunks down: what gets cold in DRAM goes to the tier below, then it is dropped here.
+
+The law of this module: DRAM is kept between two close marks by demoting the policy's victims, a
+small batch at a time. A chunk is sealed before it is written, written only where it is not yet,
+and dropped only when all of it lies below and nobody holds it. What can't be demoted (the tier is
+full, away, or refuses) is dropped all the same, and counted with the reason: the ladder never
+wedges.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import ceil
+
+from kvd.chunk import State
+from kvd.core import columns as col
+from kvd.core.actions import TierWrite
+from kvd.core.columns import NONE
+from kvd.core.config import WritePolicy
+from kvd.core.events import TierAnswer
+from kvd.core.evictions import Evictions, Found, Search
+from kvd.core.jobs import Jobs, Pause, Work, spent
+from kvd.core.lower import READY, Lower, TierJob
+from kvd.core.rooms import Rooms
+from kvd.core.store import Store
+
+_NO_ID = bytes(16)
+_ATTEMPTS = 3  # of one write that finds no room
+_BACKOFF_NS = 10_000_000  # after a batch in which nothing could go
+_THROUGH = 16  # chunks looked at in one event
+
+
+class Move:
+    """One chunk on its way down. `why`: demote, through or drain."""
+
+    __slots__ = ("attempts", "failed", "key", "left", "lower", "row", "sizes", "why")
+
+    def __init__(self, row: int, key: bytes, lower: Lower, why: str) -> None:
+        self.row = row
+        self.key = key
+        self.lower = lower
+        self.why = why
+        self.left = 0  # shards that are not written yet
+        self.failed: TierAnswer | None = None
+        self.attempts = 0
+        self.sizes: list[int] = []  # of the slots that it will free
+
+
+class Demotions:
+    """All writes to the tiers below."""
+
+    def __init__(self, store: Store, jobs: Jobs, evictions: Evictions, rooms: Rooms) -> None:
+        self._store = store
+        self._jobs = jobs
+        self._evictions = evictions
+        self._rooms = rooms
+        rooms.retry = self._retry
+        evictions.coming = lambda size: self._coming.get(size, 0) > 0
+        evictions.lost = self._lost
+        self.by_row: dict[int, Move] = {}
+        self._sealing: dict[int, Move] = {}  # cell -> who waits for its digest
+        self._outbox: list[deque[tuple[Move, int]]] = [deque() for _ in store.ladder.lowers]
+        self._coming: dict[int, int] = {}  # size -> slots that moves under way will free
+        self._running: set[int] = set()  # sizes whose victims are being chosen
+        self._not_before: dict[int, int] = {}  # size -> when to try again
+        self._through: deque[tuple[int, bytes, Lower]] = deque()
+        self.draining = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether more could be begun in the next slice."""
+        return bool(self._through)
+
+    @property
+    def moving(self) -> int:
+        return len(self.by_row)
+
+    # -- when -----------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Begin what is due. After every event."""
+        store = self._store
+        self._sealed()
+        for _ in range(min(_THROUGH, len(self._through))):
+            row, key, lower = self._through.popleft()
+            if store.chunks.space[row] and store.chunks.key_of(row) == key:
+                self._begin(row, lower, "through")
+        slabs = store.slabs
+        if slabs.blank() < 0:
+            for size, slots in slabs.slots.items():
+                self._level(size, slots)
+        self._send()
+
+    def _level(self, size: int, slots: int) -> None:
+        """Demote of a class if it is above its high mark."""
+        store, config = self._store, self._store.config
+        free = slots - store.slabs.used[size]
+        coming = self._coming.get(size, 0)
+        if free + coming >= max(1, ceil(slots * (1 - config.high))) or not slots:
+            return
+        if size in self._running or store.now < self._not_before.get(size, 0):
+            return
+        if store.slabs.empty(but=size) >= 0 or not self._takers():
+            return
+        need = max(1, ceil(slots * (1 - config.low))) - free - coming
+        batch = max(1, int(config.size * config.batch_share) // size)
+        need = min(need, batch - coming)
+        if need > 0:
+            self._running.add(size)
+            self._jobs.start(self._gather(size, need))
+
+    def _gather(self, size: int, need: int) -> Work[None]:
+        """Choose victims until enough slots are free or will be."""
+        store = self._store
+        search = Search()
+        begun = False
+        while need > 0:
+            found, row, reason = self._evictions.choose(size, search)
+            if found is Found.NOTHING:
+                break
+            if found is Found.DONE:
+                mine = self._slots(row).count(size)
+                if reason != "capacity":
+                    self._evictions.remove(row, reason)
+                elif not self._demote(row):
+                    break
+                need -= mine
+                begun = True
+                spent(store, 2)
+            if spent(store):
+                yield Pause.SLICE
+        self._running.discard(size)
+        if not begun:
+            self._not_before[size] = store.now + _BACKOFF_NS
+        self._jobs.wake(Pause.DEMOTION)
+
+    def _demote(self, row: int) -> bool:
+        """Send a victim down, or drop it if it is there. False if no tier takes anything now."""
+        store, ladder = self._store, self._store.ladder
+        lower = self._target(row)
+        if lower is None:
+            if not self._takers():
+                return False
+            self._evictions.remove(row, "capacity")
+            return True
+        if ladder.holds(lower, row) and lower.readable:
+            self._count(row, "present")
+            store.drop(row, "demoted", evicted=True)
+        elif not self._begin(row, lower, "demote"):
+            self._evictions.remove(row, "capacity")
+        return True
+
+    def _target(self, row: int) -> Lower | None:
+        """The tier that the chunk goes to: the next one below that takes it."""
+        for lower in self._store.ladder.lowers:
+            if lower.writable and self._wants(lower, row):
+                return lower
+        return None
+
+    def _takers(self) -> bool:
+        """Whether any tier below takes writes now."""
+        return any(lower.writable for lower in self._store.ladder.lowers)
+
+    def _wants(self, lower: Lower, row: int) -> bool:
+        if lower.config.policy is WritePolicy.ON_SECOND_HIT:
+            return bool(self._store.chunks.hits[row] > 1)
+        return True
+
+    def _lost(self, row: int) -> None:
+        """A chunk goes for good, for want of time or of a tier."""
+        if not self._takers():
+            why = "off"
+        elif self._target(row) is None:
+            why = "unwanted"
+        else:
+            why = "no_time"
+        self._count(row, why)
+
+    # -- one chunk ------------------------------------------------------------------------------
+
+    def _slots(self, row: int) -> list[int]:
+        """Sizes of the slots that the chunk has."""
+        store = self._store
+        first = store.chunks.cell[row]
+        space = store.spaces.of(store.chunks.space[row])
+        held = (col.READY, col.BAD)
+        return [n for s, n in enumerate(space.slot_sizes) if store.cells.state[first + s] in held]
+
+    def _begin(self, row: int, lower: Lower, why: str) -> bool:
+        """Write what the tier does not have of a chunk. False if that can't be done now."""
+        store, chunks, cells = self._store, self._store.chunks, self._store.cells
+        if row in self.by_row or row in store.ladder.active or not chunks.ready[row]:
+            return False
+        if chunks.writing[row] or not lower.writable:
+            return False
+        space = store.spaces.of(chunks.space[row])
+        first = chunks.cell[row]
+        every = range(first, first + space.shards)
+        if any(cells.marks[cell] & col.MOVING for cell in every):
+            return False
+        missing = [c for c in every if cells.state[c] == col.READY and lower.state[c] != READY]
+        if not missing:
+            return False
+        move = self.by_row[row] = Move(row, chunks.key_of(row), lower, why)
+        store.ladder.hold(row)
+        move.left = len(missing)
+        if why == "demote":
+            move.sizes = self._slots(row)
+            for size in move.sizes:
+                self._coming[size] = self._coming.get(size, 0) + 1
+        for cell in missing:
+            if cells.marks[cell] & col.SEALED:
+                self._outbox[lower.number].append((move, cell))
+            else:
+                self._sealing[cell] = move
+                store.unsealed.appendleft(cell)
+        return True
+
+    def _sealed(self) -> None:
+        """Digests were taken: demotions go on, and chunks for write-through are complete."""
+        store, cells, chunks = self._store, self._store.cells, self._store.chunks
+        while store.sealed:
+            cell = store.sealed.popleft()
+            if cells.state[cell] != col.READY:
+                continue
+            move = self._sealing.pop(cell, None)
+            if move is not None:
+                if cells.marks[cell] & col.SEALED:
+                    self._outbox[move.lower.number].append((move, cell))
+                else:
+                    self._lost_shard(move, TierAnswer.FAILED)
+            row = cells.chunk[cell]
+            for lower in store.ladder.lowers:
+                if lower.config.policy is WritePolicy.THROUGH and not self._unsealed(row):
+                    self._through.append((row, chunks.key_of(row), lower))
+
+    def _unsealed(self, row: int) -> bool:
+        store = self._store
+        if store.chunks.writing[row]:
+            return True
+        first = store.chunks.cell[row]
+        shards = store.spaces.of(store.chunks.space[row]).shards
+        return any(
+            store.cells.state[cell] == col.READY and not store.cells.marks[cell] & col.SEALED
+            for cell in range(first, first + shards)
+        )
+
+    def hit(self, row: int) -> None:
+        """A chunk was hit for the second time."""
+        for lower in self._store.ladder.lowers:
+            if lower.config.policy is WritePolicy.ON_SECOND_HIT and lower.writable:
+                self._through.append((row, self._store.chunks.key_of(row), lower))
+
+    # -- one shard ------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        """Hand writes over, as many as the tier takes at a time."""
+        store, cells, chunks = self._store, self._store.cells, self._store.chunks
+        for lower, box in zip(store.ladder.lowers, self._outbox, strict=True):
+            while box and (lower.writing < lower.config.writes or not lower.writable):
+                move, cell = box.popleft()
+                if not lower.writable:
+                    self._lost_shard(move, TierAnswer.OFF)
+                    continue
+                space = store.spaces.of(chunks.space[move.row])
+                nbytes = space.nbytes[cell - chunks.cell[move.row]]
+                within = lower.config.write_ns
+                number = store.ladder.begin("write", lower, cell, within, move)
+                header = store.header(cell, State.READY, cells.generation[cell], _NO_ID)
+                offset = store.slabs.offset(cells.record[cell])
+                store.out.append(
+                    TierWrite(number, lower.number, header, offset, nbytes, store.now + within)
+                )
+
+    def done(
+        self, job: TierJob, answer: TierAnswer, at: int, generation: int, room: int,
+        empty: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        """A write came back."""
+        store, cells = self._store, self._store.cells
+        move, lower, cell = job.owner, job.lower, job.cell
+        assert isinstance(move, Move)
+        store.counters.own["shards_written", answer.value] += 1
+        size = store.slabs.size_of(cells.record[cell])
+        store.ladder.release(job.row)  # the move's own hold is still there
+        if answer in (TierAnswer.OK, TierAnswer.EXISTS):
+            store.ladder.put(lower, cell, at, generation)
+            self._left(move)
+            if 0 <= room < max(2, lower.writing):
+                self._rooms.make(lower, size, ())
+        elif answer is TierAnswer.NO_SPACE and move.attempts < _ATTEMPTS and lower.writable:
+            move.attempts += 1
+            self._rooms.wait(lower, size, move, cell, empty)
+        else:
+            if answer is TierAnswer.CORRUPT:  # what is here is not what was sealed
+                store.quarantine(cell)
+            self._lost_shard(move, answer)
+
+    def late(self, job: TierJob) -> None:
+        """A write did not come back in time; the slot stays the tier's until it does."""
+        self._store.counters.own["shards_written", "late"] += 1
+
+    def _retry(self, move: object, cell: int, *, room: bool) -> None:
+        """There may be room for it now, or there will be none."""
+        assert isinstance(move, Move)
+        if room:
+            self._outbox[move.lower.number].append((move, cell))
+        else:
+            self._lost_shard(move, TierAnswer.NO_SPACE)
+
+    def _lost_shard(self, move: Move, answer: TierAnswer) -> None:
+        move.failed = answer
+        self._left(move)
+
+    def _left(self, move: Move) -> None:
+        """A shard is dealt with; with the last, so is the chunk."""
+        move.left -= 1
+        if move.left:
+            return
+        store, row = self._store, move.row
+        del self.by_row[row]
+        for size in move.sizes:
+            self._coming[size] -= 1
+        self._count(row, "written" if move.failed is None else move.failed.value)
+        goes = move.why == "demote"
+        store.ladder.release(row)
+        if goes:
+            self._ended(move)
+        elif row in store.transients and not store.chunks.leases[row]:
+            store.fleeting.append(row)
+        self._jobs.wake(Pause.DEMOTION)
+
+    def _ended(self, move: Move) -> None:
+        """Drop the chunk here, if nobody has come to hold it meanwhile."""
+        store, chunks, row = self._store, self._store.chunks, move.row
+        same = chunks.space[row] and chunks.key_of(row) == move.key
+        if same and chunks.ready[row] and self._evictions.legal(row):
+            written = move.failed is None and store.ladder.holds(move.lower, row)
+            store.drop(row, "demoted" if written else "undemoted", evicted=True)
+
+    def _count(self, row: int, how: str) -> None:
+        store = self._store
+        if row == NONE or not store.chunks.space[row]:
+            return
+        space = store.spaces.of(store.chunks.space[row])
+        store.counters.tenant(space.namespace)["demotions", how] += 1

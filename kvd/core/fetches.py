@@ -1,0 +1,357 @@
+"""Reading chunks up: a shard that lies below is read into a slot of DRAM.
+
+The law of this module: one read at a time for one shard, whoever asks; they start in the order
+asked. A first hit goes into a *transient* slot: it is let go with its last lease, and all of them
+together take at most a tenth of DRAM. A second hit, and what does not fit into that tenth, stays.
+What a tier gives is delivered only if the tier vouches for its digest and its record says of the
+chunk what is known here; else it is a miss, and its place is forgotten. A read that does not come
+back in time is a miss too, but its slot waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvd.chunk import ChunkHeader, HeaderFlag, Outcome, State
+from kvd.core import columns as col
+from kvd.core.actions import TierDelete, TierRead
+from kvd.core.events import TierAnswer
+from kvd.core.evictions import Evictions
+from kvd.core.jobs import Jobs, Pause, Work
+from kvd.core.lower import Lower, TierJob
+from kvd.core.store import Store
+
+if TYPE_CHECKING:
+    from kvd.core.transfers import Transfer, Transfers
+
+_SLICE = 64  # transients let go in one event
+
+_OUTCOMES = {TierAnswer.TIMEOUT: Outcome.DEADLINE, TierAnswer.CORRUPT: Outcome.CORRUPT}
+
+
+class Batch:
+    """What one load asked for together."""
+
+    __slots__ = ("landed", "started")
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.landed = False
+
+
+class Fetch:
+    """One shard on its way up."""
+
+    __slots__ = ("batch", "cell", "lower", "record", "row", "transient", "tried", "waiting")
+
+    def __init__(self, cell: int, row: int, lower: Lower, batch: Batch) -> None:
+        self.cell = cell
+        self.row = row
+        self.lower = lower
+        self.batch = batch
+        self.tried = 0  # bits of tiers that did not have it
+        self.record = -1
+        self.transient = 0  # bytes counted for it
+        self.waiting: list[tuple[Transfer, int]] = []
+
+
+class Fetches:
+    """All reads from below."""
+
+    def __init__(self, store: Store, jobs: Jobs, evictions: Evictions) -> None:
+        self._store = store
+        self._jobs = jobs
+        self._evictions = evictions
+        self.transfers: Transfers  # set by it
+        self.by_cell: dict[int, Fetch] = {}
+        self._queues: list[deque[Fetch]] = [deque() for _ in store.ladder.lowers]
+        self._starting = [0] * len(self._queues)  # waiting for a slot, by tier
+
+    @property
+    def queued(self) -> int:
+        return sum(map(len, self._queues))
+
+    @property
+    def stalled(self) -> bool:
+        """Whether some wait for a tier that is away: the next slice answers them."""
+        pairs = zip(self._store.ladder.lowers, self._queues, strict=True)
+        return any(queue and not lower.readable for lower, queue in pairs)
+
+    # -- asking ---------------------------------------------------------------------------------
+
+    def want(self, cell: int, transfer: Transfer, result: int, batch: Batch) -> None:
+        """Deliver a shard to a transfer when it is here. Pre: `reachable`, and not in DRAM."""
+        fetch = self.by_cell.get(cell)
+        if fetch is None:
+            store = self._store
+            lower = store.ladder.source(cell)
+            assert lower is not None
+            row = store.cells.chunk[cell]
+            fetch = self.by_cell[cell] = Fetch(cell, row, lower, batch)
+            store.ladder.hold(row)
+            self._queues[lower.number].append(fetch)
+        fetch.waiting.append((transfer, result))
+
+    def pump(self) -> None:
+        """Keep the tiers busy."""
+        for lower, queue in zip(self._store.ladder.lowers, self._queues, strict=True):
+            if not queue:
+                continue
+            if not lower.readable:
+                for _ in range(min(_SLICE, len(queue))):
+                    self._elsewhere(queue.popleft(), TierAnswer.OFF)
+                continue
+            while queue and lower.reading + self._starting[lower.number] < lower.config.reads:
+                fetch = queue[0]
+                batch = fetch.batch
+                if lower.config.first_alone and batch.started and not batch.landed:
+                    break
+                queue.popleft()
+                if any(_open(transfer) for transfer, _ in fetch.waiting):
+                    batch.started += 1
+                    self._starting[lower.number] += 1
+                    self._jobs.start(self._start(fetch))
+                else:
+                    self._give_up(fetch)
+
+    def sweep(self) -> None:
+        """Let transients go that nobody holds any more."""
+        store = self._store
+        for _ in range(min(_SLICE, len(store.fleeting))):
+            row = store.fleeting.popleft()
+            held = store.chunks.leases[row] or row in store.pinned or store.chunks.writing[row]
+            if row in store.transients and not held:
+                store.drop(row, "transient", evicted=False)
+
+    # -- a slot ---------------------------------------------------------------------------------
+
+    def _start(self, fetch: Fetch) -> Work[None]:
+        store, chunks = self._store, self._store.chunks
+        row, cell, lower = fetch.row, fetch.cell, fetch.lower
+        space = store.spaces.of(chunks.space[row])
+        shard = cell - chunks.cell[row]
+        size, nbytes = space.slot_sizes[shard], space.nbytes[shard]
+        stays = chunks.warm[row] > 1 or (chunks.ready[row] and row not in store.transients)
+        if not stays and store.transient_bytes + size <= store.config.transient_cap:
+            fetch.transient = size
+            store.transient_bytes += size
+        record = yield from self._evictions.slot(size)
+        self._starting[lower.number] -= 1
+        fetch.record = record
+        if record < 0:
+            self._deliver(fetch, Outcome.NO_SPACE)
+            return
+        wanted = any(_open(transfer) for transfer, _ in fetch.waiting)
+        if not (wanted and store.cells.state[cell] == col.ABSENT and self._there(fetch)):
+            if wanted:
+                self._elsewhere(fetch, TierAnswer.MISS)
+            else:
+                self._give_up(fetch)
+            return
+        number = store.ladder.begin("read", lower, cell, lower.config.read_ns, fetch)
+        store.out.append(
+            TierRead(
+                number,
+                lower.number,
+                space.kind,
+                space.namespace_digest,
+                space.digest,
+                chunks.key_of(row),
+                shard,
+                lower.at[cell],
+                lower.generation[cell],
+                store.slabs.offset(record),
+                nbytes,
+                store.now + lower.config.read_ns,
+            )
+        )
+
+    def _there(self, fetch: Fetch) -> bool:
+        lower = fetch.lower
+        return bool(lower.state[fetch.cell] and lower.readable)
+
+    # -- coming back ----------------------------------------------------------------------------
+
+    def done(self, job: TierJob, answer: TierAnswer, header: ChunkHeader | None) -> None:
+        """A read came back."""
+        store, ladder = self._store, self._store.ladder
+        fetch = job.owner
+        assert isinstance(fetch, Fetch)
+        lower, cell, row = job.lower, job.cell, job.row
+        fetch.batch.landed = True
+        store.counters.own["shards_fetched", answer.value] += 1
+        if answer is TierAnswer.OK and not (header is not None and self._fits(cell, header)):
+            answer = TierAnswer.CORRUPT
+            store.counters.own["shards_fetched", "ok"] -= 1
+            store.counters.own["shards_fetched", "foreign"] += 1
+            self.delete(lower, cell)
+        elif answer in (TierAnswer.MISS, TierAnswer.CORRUPT):
+            ladder.forget(lower, cell)
+        if answer is TierAnswer.OK:
+            assert header is not None
+            self._land(fetch, header.digest)
+        elif self.by_cell.get(cell) is fetch:
+            self._elsewhere(fetch, answer)
+        else:  # too late for anybody
+            self._give_slot(fetch)
+        ladder.release(row)
+        self._jobs.wake(Pause.DEMOTION)
+
+    def late(self, job: TierJob) -> None:
+        """A read did not come back in time. Its slot stays the tier's until it does."""
+        fetch = job.owner
+        assert isinstance(fetch, Fetch)
+        fetch.batch.landed = True
+        if self.by_cell.get(fetch.cell) is not fetch:
+            return
+        self._store.counters.own["shards_fetched", "late"] += 1
+        successor = Fetch(fetch.cell, fetch.row, fetch.lower, fetch.batch)
+        successor.waiting, fetch.waiting = fetch.waiting, []
+        successor.tried = fetch.tried
+        self.by_cell[fetch.cell] = successor  # which takes over the hold on the row
+        self._elsewhere(successor, TierAnswer.TIMEOUT)
+
+    def _fits(self, cell: int, header: ChunkHeader) -> bool:
+        """Whether a record says of the chunk what is known here."""
+        store, chunks = self._store, self._store.chunks
+        row = store.cells.chunk[cell]
+        space = store.spaces.of(chunks.space[row])
+        shard = cell - chunks.cell[row]
+        known = store.header(cell, State.READY, 0, bytes(16))
+        return (
+            header.fingerprint == known.fingerprint
+            and header.shard == shard
+            and header.shard_count == space.shards
+            and header.length == space.nbytes[shard]
+            and header.tokens == known.tokens
+            and header.flags & ~HeaderFlag.SEALED == chunks.flags[row]
+            and (
+                not space.chained
+                or (header.parent, header.index, header.pos0)
+                == (known.parent, known.index, known.pos0)
+            )
+        )
+
+    def _land(self, fetch: Fetch, digest: bytes) -> None:
+        """The bytes are here: the shard is ready in DRAM."""
+        store, chunks, cells = self._store, self._store.chunks, self._store.cells
+        cell, row, record = fetch.cell, fetch.row, fetch.record
+        mine = self.by_cell.get(cell)
+        if cells.state[cell] != col.ABSENT or (mine is not None and mine is not fetch):
+            ready = cells.state[cell] == col.READY
+            self._give_slot(fetch)
+            if mine is fetch:
+                self._deliver(fetch, Outcome.OK if ready else Outcome.MISS)
+            return
+        fetch.record = -1
+        space = store.spaces.of(chunks.space[row])
+        cells.state[cell] = col.READY
+        cells.marks[cell] = (cells.marks[cell] & col.ADOPTED) | col.SEALED
+        cells.record[cell] = record
+        cells.generation[cell] = store.generation()
+        cells.set_digest(cell, digest)
+        store.slabs.set_cell(record, cell)
+        resident = store.resident(row)
+        if not resident:
+            space.chunks += 1
+        chunks.ready[row] += 1
+        space.bytes += space.nbytes[cell - chunks.cell[row]]
+        store.write_record(cell, State.READY)
+        if chunks.ready[row] == 1:
+            store.enter(row)
+        if fetch.transient and (not resident or row in store.transients):
+            store.transients[row] = store.transients.get(row, 0) + fetch.transient
+            kind = "transient"
+        else:
+            store.transient_bytes -= fetch.transient
+            kind = "stays"
+        fetch.transient = 0
+        counts = store.counters.tenant(space.namespace)
+        counts["shards_promoted", kind] += 1
+        store.recount(row)
+        if row in store.transients:
+            if chunks.warm[row] > 1:
+                self.keep(row)
+            elif not chunks.leases[row]:
+                store.fleeting.append(row)
+        if mine is fetch:
+            self._deliver(fetch, Outcome.OK)
+
+    def keep(self, row: int) -> None:
+        """A transient chunk was hit again: it stays."""
+        store = self._store
+        store.transient_bytes -= store.transients.pop(row, 0)
+        space = store.spaces.of(store.chunks.space[row])
+        store.counters.tenant(space.namespace)["chunks_kept", ""] += 1
+
+    # -- ends -----------------------------------------------------------------------------------
+
+    def _elsewhere(self, fetch: Fetch, answer: TierAnswer) -> None:
+        """This tier did not deliver: ask the next that has it, or answer. Pre: it stands in no
+        queue."""
+        store = self._store
+        self._give_slot(fetch)
+        fetch.tried |= fetch.lower.bit
+        other = None
+        if store.cells.state[fetch.cell] == col.ABSENT:
+            other = store.ladder.source(fetch.cell, fetch.tried)
+        if other is not None:
+            fetch.lower = other
+            self._queues[other.number].append(fetch)
+            return
+        ready = store.cells.state[fetch.cell] == col.READY
+        self._deliver(fetch, Outcome.OK if ready else _OUTCOMES.get(answer, Outcome.MISS))
+
+    def _deliver(self, fetch: Fetch, outcome: Outcome) -> None:
+        self._give_slot(fetch)
+        if self.by_cell.get(fetch.cell) is fetch:
+            del self.by_cell[fetch.cell]
+            self._store.ladder.release(fetch.row)
+        waiting, fetch.waiting = fetch.waiting, []
+        for transfer, result in waiting:
+            self.transfers.fetched(transfer, result, outcome)
+
+    def _give_up(self, fetch: Fetch) -> None:
+        """Nobody waits for it any more."""
+        self._store.counters.own["shards_fetched", "cancelled"] += 1
+        self._deliver(fetch, Outcome.CANCELLED)
+
+    def _give_slot(self, fetch: Fetch) -> None:
+        """Its slot is free again. No record was written, and nobody was told of it."""
+        store = self._store
+        if fetch.record >= 0:
+            store.slabs.give(fetch.record)
+            fetch.record = -1
+        store.transient_bytes -= fetch.transient
+        fetch.transient = 0
+
+    # -- deleting -------------------------------------------------------------------------------
+
+    def delete(self, lower: Lower, cell: int, owner: object = None) -> None:
+        """Forget a shard in a tier, and have it deleted there. The caller settles the row."""
+        store, chunks = self._store, self._store.chunks
+        row = store.cells.chunk[cell]
+        space = store.spaces.of(chunks.space[row])
+        at, generation = lower.at[cell], lower.generation[cell]
+        store.ladder.forget(lower, cell)
+        number = store.ladder.begin("delete", lower, cell, lower.config.write_ns, owner)
+        store.out.append(
+            TierDelete(
+                number,
+                lower.number,
+                space.kind,
+                space.namespace_digest,
+                space.digest,
+                chunks.key_of(row),
+                cell - chunks.cell[row],
+                at,
+                generation,
+                store.now + lower.config.write_ns,
+            )
+        )
+
+
+def _open(transfer: Transfer) -> bool:
+    """Whether somebody still waits for its results."""
+    return not transfer.cancelled
