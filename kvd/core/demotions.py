@@ -55,7 +55,8 @@ class Demotions:
         self._evictions = evictions
         self._rooms = rooms
         rooms.retry = self._retry
-        evictions.coming = lambda size: self._coming.get(size, 0) > 0
+        evictions.coming = self._is_coming
+        evictions.settled = self._settled
         evictions.lost = self._lost
         self.by_row: dict[int, Move] = {}
         self._sealing: dict[int, Move] = {}  # cell -> who waits for its digest
@@ -109,6 +110,13 @@ class Demotions:
             self._running.add(size)
             self._jobs.start(self._gather(size, need))
 
+    def _is_coming(self, size: int) -> bool:
+        """Whether a slot of a class will be free soon; begins to demote if none is."""
+        if not self._coming.get(size, 0) and self._takers():
+            self._level(size, self._store.slabs.slots.get(size, 0))
+            self._send()
+        return self._coming.get(size, 0) > 0
+
     def _gather(self, size: int, need: int) -> Work[None]:
         """Choose victims until enough slots are free or will be."""
         store = self._store
@@ -156,6 +164,14 @@ class Demotions:
             if lower.writable and self._wants(lower, row):
                 return lower
         return None
+
+    def _settled(self, row: int) -> bool:
+        """Whether a demotion would have nothing to write."""
+        ladder = self._store.ladder
+        lower = self._target(row)
+        if lower is not None:
+            return lower.readable and ladder.holds(lower, row)
+        return any(low.readable and ladder.holds(low, row) for low in ladder.lowers)
 
     def _takers(self) -> bool:
         """Whether any tier below takes writes now."""

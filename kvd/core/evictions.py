@@ -51,6 +51,7 @@ class Evictions:
         self._under: dict[int, tuple[int, bytes, int, bytes]] = {}
         # with tiers below: whether demotions will free slots of a class, and when to stop waiting
         self.coming: Callable[[int], bool] = lambda size: False
+        self.settled: Callable[[int], bool] = self._clean  # it is where it would be demoted to
         self.lost: Callable[[int], None] = lambda row: None  # a chunk goes and is nowhere below
 
     def slot(self, size: int) -> Work[int]:
@@ -146,7 +147,7 @@ class Evictions:
                 for n, row in enumerate(store.policy.victims(queue, store.now)):
                     if n >= _SKIPS:
                         break
-                    if store.chunks.below[row] and self.legal(row) and self._clean(row):
+                    if store.chunks.below[row] and self.legal(row) and self.settled(row):
                         store.drop(row, "demoted", evicted=True)
                         return True
         except Exception:  # noqa: BLE001 - counted; then others go

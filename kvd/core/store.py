@@ -325,8 +325,11 @@ class Store:
         """What stays below is no longer what an earlier life left here, and has to earn its way
         back."""
         chunks = self.chunks
-        self.transient_bytes -= self.transients.pop(row, 0)
-        chunks.warm[row] = 0
+        transient = self.transients.pop(row, None)
+        if transient is None:
+            chunks.warm[row] = 0
+        else:
+            self.transient_bytes -= transient
         if not chunks.writing[row]:
             first = chunks.cell[row]
             for cell in range(first, first + space.shards):

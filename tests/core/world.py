@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,71 @@ def refs_of(packed: bytes) -> list[SlotRef]:
     return [SlotRef(*map(int, row)) for row in unpack_refs(packed).tolist()]
 
 
+class Shelf:
+    """A tier below, in plain memory: what lies there survives a restart of the core."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.there: dict[tuple[Any, ...], tuple[int, int, ChunkHeader, bytes]] = {}
+        self.next = 1
+
+    @property
+    def used(self) -> int:
+        return sum(header.length for _, _, header, _ in self.there.values())
+
+    def room(self, length: int) -> int:
+        return (self.limit - self.used) // length
+
+    def write(self, job: ac.TierWrite, payload: bytes) -> ev.TierWritten:
+        header = job.header
+        assert header.flags & HeaderFlag.SEALED, "written before it was sealed"
+        assert header.state is State.READY
+        name = _chunk(job)
+        assert name not in self.there, "written although it was there"
+        if hashlib.sha256(payload).digest()[:16] != header.digest:
+            return ev.TierWritten(job.job, ev.TierAnswer.CORRUPT)
+        if not self.room(job.length):
+            return ev.TierWritten(job.job, ev.TierAnswer.NO_SPACE, room=0)
+        at, self.next = self.next, self.next + 1
+        self.there[name] = (at, at + 1000, header, payload)
+        return ev.TierWritten(
+            job.job, ev.TierAnswer.OK, at, at + 1000, room=self.room(job.length)
+        )
+
+    def read(self, job: ac.TierRead | ac.TierScrub) -> tuple[ev.TierReadDone, bytes]:
+        found = self.there.get(_name(job))
+        if found is None or found[:2] != (job.at, job.generation):
+            return ev.TierReadDone(job.job, ev.TierAnswer.MISS), b""
+        _, _, header, payload = found
+        if hashlib.sha256(payload).digest()[:16] != header.digest:
+            del self.there[_name(job)]
+            return ev.TierReadDone(job.job, ev.TierAnswer.CORRUPT), b""
+        return ev.TierReadDone(job.job, ev.TierAnswer.OK, header), payload
+
+    def delete(self, job: ac.TierDelete) -> ev.TierDeleted:
+        found = self.there.get(_name(job))
+        if found is None or found[:2] != (job.at, job.generation):
+            return ev.TierDeleted(job.job, ev.TierAnswer.MISS)
+        del self.there[_name(job)]
+        return ev.TierDeleted(job.job, ev.TierAnswer.OK)
+
+
+def _name(job: ac.TierRead | ac.TierScrub | ac.TierDelete) -> tuple[Any, ...]:
+    return job.kind, job.namespace, job.spec, job.chunk, job.shard
+
+
+def _chunk(job: Any) -> tuple[Any, ...]:
+    """The key that a job of a tier is about."""
+    if not isinstance(job, ac.TierWrite):
+        return _name(job)
+    h = job.header
+    return h.kind, h.namespace_digest, h.spec, h.chunk, h.shard
+
+
+_TIER_JOBS = (ac.TierWrite, ac.TierRead, ac.TierScrub, ac.TierDelete)
+_LOST = (ev.TierAnswer.FAILED, ev.TierAnswer.TIMEOUT, ev.TierAnswer.OFF)
+
+
 class World:
     """One arena, one core at a time. Times in ns; the clock moves only by `advance`."""
 
@@ -76,6 +141,9 @@ class World:
         **settings: Any,
     ) -> None:
         self.settings = {"instance": "test", "size": size, "slab_size": slab_size, **settings}
+        self.shelves = [Shelf(tier.limit) for tier in settings.get("tiers", ())]
+        self.fails: Callable[[Any], int] = lambda job: 0  # how a job fails
+        self.in_hand: dict[int, Any] = {}  # jobs of tiers that did not come back yet
         self.policy = policy
         self.auto = auto  # workers answer at once
         self.now = 1_000 * S
@@ -84,7 +152,7 @@ class World:
         self.slot_sizes = [0] * (size // slab_size)
         self.payload: dict[int, bytes] = {}  # record -> what its bytes are
         self.horizon = 0
-        self.jobs: list[ac.Seal | ac.Verify | ac.Copy] = []
+        self.jobs: list[Any] = []
         self.log: list[ac.Action] = []
         self.replies: dict[int, ac.Reply | ac.Fail] = {}
         self._request = 0
@@ -100,11 +168,14 @@ class World:
         self.config = config
         self.core = Core(config, lambda: make_policy(self.policy))
         self.core.grow(config.size)
+        for n in range(len(self.shelves)):
+            self.core.handle(ev.TierState(n, True, True), self.now)
 
     def restart(self, torn: Sequence[int] = ()) -> list[ac.Action]:
         """SIGKILL and a new life. `torn`: records that don't hold any more."""
         namespaces, specs = self.core.namespaces, self.core.specs
         self.jobs.clear()
+        self.in_hand.clear()
         self._start()
         for record in torn:
             del self.memory[record]
@@ -162,9 +233,9 @@ class World:
         number = self._request
         actions = self.handle(event._replace(request=number))
         for _ in range(10_000):
-            if number in self.replies or not (self.core.busy or self._copies()):
-                break
             copies = self._copies()
+            if number in self.replies or not (self.core.busy or copies):
+                break
             actions += self.do(copies[0]) if copies else self.handle(ev.Tick())
         reply = self.replies.pop(number, None)
         return (reply.result if isinstance(reply, ac.Reply) else reply), actions
@@ -175,8 +246,10 @@ class World:
         self.settle()
         return result
 
-    def _copies(self) -> list[ac.Copy]:
-        return [job for job in self.jobs if isinstance(job, ac.Copy)]
+    def _copies(self) -> list[Any]:
+        """Jobs that somebody may wait for: copies, and with tiers whatever makes room."""
+        wanted = (ac.Copy, ac.Seal, *_TIER_JOBS) if self.shelves else (ac.Copy,)
+        return [job for job in self.jobs if isinstance(job, wanted)]
 
     # -- workers --------------------------------------------------------------------------------
 
@@ -187,10 +260,16 @@ class World:
             actions += self.do(self.jobs[0])
         return actions
 
-    def do(self, job: ac.Seal | ac.Verify | ac.Copy, *, fail: bool = False) -> list[ac.Action]:
-        """One worker finishes one job."""
+    def do(self, job: Any, *, fail: int = 0) -> list[ac.Action]:
+        """One worker finishes one job. `fail`: not 0, and which way."""
         self.jobs.remove(job)
+        fail = fail or self.fails(job)
         event: Any
+        if isinstance(job, _TIER_JOBS):
+            event = self._tier_job(job, fail)
+            actions = self.core.handle(event, self.now)
+            self._carry(actions)
+            return actions
         if isinstance(job, ac.Seal):
             digest = b"" if fail else self.digest(job.record)
             event = ev.Sealed(job.record, job.generation, digest)
@@ -205,6 +284,26 @@ class World:
         actions = self.core.handle(event, self.now)
         self._carry(actions)
         return actions
+
+    def _tier_job(self, job: Any, fail: int) -> Any:
+        """What a tier answers; `fail`: not carried out, or carried out and not told."""
+        del self.in_hand[job.job]
+        shelf = self.shelves[job.tier]
+        lost = _LOST[fail % len(_LOST)]
+        if isinstance(job, ac.TierWrite):
+            if fail:
+                return ev.TierWritten(job.job, lost)
+            return shelf.write(job, self.payload[self.record_at(job.offset)])
+        if isinstance(job, ac.TierDelete):
+            if fail and fail % 2:
+                shelf.delete(job)
+            return ev.TierDeleted(job.job, lost) if fail else shelf.delete(job)
+        if fail:
+            return ev.TierReadDone(job.job, lost)
+        event, payload = shelf.read(job)
+        if isinstance(job, ac.TierRead):
+            self.payload[self.record_at(job.offset)] = payload or b"half of it"
+        return event
 
     def digest(self, record: int) -> bytes:
         return hashlib.sha256(self.payload.get(record, b"")).digest()[:16]
@@ -232,6 +331,14 @@ class World:
                 assert action.until > self.horizon
                 self.horizon = action.until
             elif isinstance(action, ac.Seal | ac.Verify | ac.Copy):
+                self.jobs.append(action)
+            elif isinstance(action, _TIER_JOBS):
+                assert action.job not in self.in_hand
+                assert all(
+                    other.tier != action.tier or _chunk(other) != _chunk(action)
+                    for other in self.in_hand.values()
+                ), "two jobs at a time for one key"
+                self.in_hand[action.job] = action
                 self.jobs.append(action)
             elif isinstance(action, ac.Reply | ac.Fail):
                 assert action.request not in self.replies, "a request was answered twice"
