@@ -26,7 +26,7 @@ from kvd.core.store import Store
 
 _NO_ID = bytes(16)
 _ATTEMPTS = 3  # of one write that finds no room
-_BACKOFF_NS = 10_000_000  # after a batch in which nothing could go
+_BACKOFF_NS = 50_000_000  # after a batch in which nothing could go
 _THROUGH = 16  # chunks looked at in one event
 
 
@@ -140,6 +140,7 @@ class Demotions:
         self._running.discard(size)
         if not begun:
             self._not_before[size] = store.now + _BACKOFF_NS
+            store.timers.add(store.now + _BACKOFF_NS, "room", store.handle())
         self._jobs.wake(Pause.DEMOTION)
 
     def _demote(self, row: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,6 +14,7 @@ from world import KIB, Client, O, S, World, fingerprint, key, refs_of, spec
 from kvd.chunk import NO_PARENT, Kind, Outcome
 from kvd.core import actions as ac
 from kvd.core import events as ev
+from kvd.core.config import TierConfig, WritePolicy
 from kvd.core.events import LookupFlag
 
 SPECS = [spec("one", 28 * KIB), spec("two", 10 * KIB, 18 * KIB), spec("big", 60 * KIB)]
@@ -39,10 +41,15 @@ numbers = st.integers(0, 1 << 30)
 class CoreMachine(RuleBasedStateMachine):
     """Clients, workers, time and kills in any order; after each step all is compared."""
 
+    tiers: tuple[TierConfig, ...] = ()
+
     @initialize(policy=st.sampled_from(["lru"]), manual=st.booleans())
     def start(self, policy: str, manual: bool) -> None:
-        self.world = World(512 * KIB, 64 * KIB, policy, auto=not manual, write_share=0.5)
+        self.world = World(
+            512 * KIB, 64 * KIB, policy, auto=not manual, write_share=0.5, tiers=self.tiers
+        )
         self.twin = Twin(self.world, SPECS)
+        self.twin.told_up = set(range(len(self.tiers)))
         self.clients: dict[int, Client] = {}
         self.gone: list[Client] = []  # closed, lock still held
         self.transfers: dict[int, tuple[int, ev.Load, list[Outcome]]] = {}
@@ -72,6 +79,11 @@ class CoreMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         self.twin.followed(self.world.settle())
 
+    def quiet(self) -> None:
+        """Nothing is left that another event would set off."""
+        self.twin.followed(self.world.handle(ev.Tick()))
+        self.settle()
+
     def client(self, n: int) -> Client:
         return list(self.clients.values())[n % len(self.clients)]
 
@@ -84,6 +96,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def open(self, namespace: str, grouped: bool, inline: bool) -> None:
         self.twin.begin()
+        self.quiet()
         group = b"engine" if grouped else b""
         client = self.world.open(namespace, group, admin=not self.clients, maps_memory=not inline)
         self.clients[client.number] = client
@@ -371,11 +384,45 @@ class CoreMachine(RuleBasedStateMachine):
         job = self.world.jobs[n % len(self.world.jobs)]
         self.twin.begin()
         self.due()
-        actions = self.world.do(job, fail=fail == 0)
+        actions = self.world.do(job, fail=1 + n % 6 if fail == 0 else 0)
         if isinstance(job, ac.Verify):
             self.twin.verified(job.record, fail != 0)
         self.twin.followed(actions)
         self.settle()
+
+    # -- tiers below ----------------------------------------------------------------------------
+
+    @rule(tier=numbers, readable=often, writable=often)
+    @precondition(lambda self: self.tiers)
+    def tier_comes_or_goes(self, tier: int, readable: bool, writable: bool) -> None:
+        tier %= len(self.tiers)
+        self.twin.begin()
+        self.due()
+        actions = self.world.handle(ev.TierState(tier, readable, writable))
+        (self.twin.told_up.add if readable else self.twin.told_up.discard)(tier)
+        self.twin.followed(actions)
+        self.settle()
+
+    @rule(tier=numbers, n=numbers, gone=st.booleans())
+    @precondition(lambda self: any(shelf.there for shelf in self.world.shelves))
+    def tier_loses_something(self, tier: int, n: int, gone: bool) -> None:
+        some = [(s, name) for s in self.world.shelves for name in s.there]
+        shelf, name = some[n % len(some)]
+        if gone:
+            del shelf.there[name]
+        else:
+            shelf.there[name] = (*shelf.there[name][:3], b"other bytes")
+
+    @rule(percent=st.sampled_from([0, 0, 20, 100]), seed=numbers)
+    @precondition(lambda self: self.tiers)
+    def tiers_refuse(self, percent: int, seed: int) -> None:
+        chance = random.Random(seed)
+
+        def fails(job: Any) -> int:
+            tier = not isinstance(job, ac.Seal | ac.Verify | ac.Copy)
+            return chance.randrange(1, 7) if tier and chance.randrange(100) < percent else 0
+
+        self.world.fails = fails
 
     @rule(n=numbers)
     @precondition(lambda self: any(not s.verified for s in self.adopted()))
@@ -400,7 +447,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(n=numbers, survivors=st.booleans(), torn=rarely, now=rarely)
     def restart(self, n: int, survivors: bool, torn: bool, now: bool) -> None:
-        if not now:
+        if not now or self.tiers:
             return
         alive = [c for c in [*self.clients.values(), *self.gone] if c.public_id in self.world.locks]
         if not survivors:
@@ -425,7 +472,7 @@ class CoreMachine(RuleBasedStateMachine):
             return
         self.twin.begin()
         self.due()
-        self.settle()
+        self.quiet()
         admin = next(iter(self.clients.values()))
         rows = admin.list("chunks")
         self.twin.check(rows, self.world.stat())
@@ -438,3 +485,18 @@ CoreMachine.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestCoreAgainstItsTwin = CoreMachine.TestCase
+
+
+class LadderMachine(CoreMachine):
+    """The same over tiers that lose things, refuse, hang, and answer in any order."""
+
+    tiers = (
+        TierConfig("nvme", 400 * KIB, read_ns=2 * S, write_ns=2 * S, reads=2, writes=3),
+        TierConfig("s3", 2000 * KIB, policy=WritePolicy.ON_SECOND_HIT, first_alone=False),
+    )
+
+
+LadderMachine.TestCase.settings = settings(
+    CoreMachine.TestCase.settings, max_examples=60, stateful_step_count=50
+)
+TestLadderAgainstItsTwin = LadderMachine.TestCase

@@ -11,12 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from world import O, S, World, content, fingerprint, refs_of
+from world import Answered, O, S, World, content, fingerprint, refs_of
 
 from kvd.chunk import NO_PARENT, HeaderFlag, Kind, KVSpec, Outcome, State, namespace_digest
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.events import LookupFlag
+from kvd.core.lower import GRACE_NS
 
 Key = tuple[str, bytes, int, bytes]  # namespace, spec, kind, hash
 
@@ -37,6 +38,7 @@ class Chunk:
     fingerprint: bytes
     hits: int = 0
     shards: dict[int, Shard] = field(default_factory=dict)
+    below: set[tuple[int, int]] = field(default_factory=set)  # (tier, shard)
 
     def count(self, state: str) -> int:
         return sum(shard.state == state for shard in self.shards.values())
@@ -94,6 +96,8 @@ class Twin:
         self.parents: dict[tuple[str, bytes, int, bytes], bytes] = {}
         self.busy_keys: set[Key] = set()  # of the request in progress
         self.reclassing = False
+        self.told_up: set[int] = set()  # tiers that can be read, as told
+        self.fetching: dict[int, int] = {}  # job of a read -> record
 
     # -- small questions ------------------------------------------------------------------------
 
@@ -113,9 +117,42 @@ class Twin:
     def legal(self, key: Key) -> bool:
         """Whether the chunk may go for room now."""
         chunk = self.chunks[key]
-        if self.leased(key) or chunk.count("writing") or self.children(key):
+        if self.leased(key) or chunk.count("writing") or self.in_hand(key):
             return False
+        if any(self.chunks[child].shards for child in self.children(key)):
+            here = {s for s, shard in chunk.shards.items() if shard.state == "ready"}
+            if not here <= {s for _, s in chunk.below}:
+                return False
         return not (self.hold and any(s.adopted for s in chunk.shards.values()))
+
+    def in_hand(self, key: Key) -> bool:
+        """Whether a tier is at work on the chunk."""
+        for job in self.world.in_hand.values():
+            header = job.header if isinstance(job, ac.TierWrite) else None
+            chunk = header.chunk if header is not None else job.chunk
+            spec = header.spec if header is not None else job.spec
+            space = header.namespace_digest if header is not None else job.namespace
+            kind = header.kind if header is not None else job.kind
+            if (spec, kind, chunk) == key[1:] and space == namespace_digest(key[0]):
+                return True
+        return False
+
+    @property
+    def up(self) -> set[int]:
+        """Tiers that can be read: not told to be away, and no job of theirs is overdue."""
+        late = {
+            job.tier
+            for job in self.world.in_hand.values()
+            if job.deadline + GRACE_NS <= self.world.now
+        }
+        return self.told_up - late
+
+    def within_reach(self, key: Key, shard: int) -> bool:
+        """Whether a shard that is not in DRAM could be read from below."""
+        chunk = self.chunks.get(key)
+        if chunk is None or shard in chunk.shards:
+            return False
+        return any((tier, shard) in chunk.below for tier in self.up)
 
     @property
     def hold(self) -> bool:
@@ -146,10 +183,45 @@ class Twin:
             self._patched(action)
         elif isinstance(action, ac.WriteRecord):
             self._written(action)
+        elif isinstance(action, Answered):
+            self._answered(action.job, action.event)
+        elif isinstance(action, ac.TierRead):
+            record = self.world.record_at(action.offset)
+            assert record not in self.hand, "a slot in use was given to a tier"
+            self.hand[record] = "fetch"
+            self.fetching[action.job] = record
+        elif isinstance(action, ac.TierDelete):
+            self._gone_below(action)
+        elif isinstance(action, ac.TierWrite):
+            key, shard = self._owner(self.world.record_at(action.offset))
+            assert shard.state == "ready" and shard.sealed
+            assert (self.key_of(action.header), action.header.shard)[0] == key
         elif isinstance(action, ac.AssignSlab):
             per = self.world.config.records_per_slab
             inside = range(action.slab * per, (action.slab + 1) * per)
             assert not any(record in self.hand for record in inside), "a slab in use changed class"
+
+    def _answered(self, job: Any, event: Any) -> None:
+        """A tier's answer, before what the core made of it."""
+        if isinstance(event, ev.TierWritten):
+            if event.answer is ev.TierAnswer.OK:
+                key = self.key_of(job.header)
+                self.chunks[key].below.add((job.tier, job.header.shard))
+        elif isinstance(event, ev.TierReadDone):
+            self.landing = self.fetching.pop(job.job)
+            self.hand.pop(self.landing)  # the core says so if the shard has landed
+            if event.answer in (ev.TierAnswer.MISS, ev.TierAnswer.CORRUPT):
+                self._gone_below(job)
+
+    def _gone_below(self, job: Any) -> None:
+        for name in self.namespaces:
+            if namespace_digest(name) == job.namespace:
+                key = (name, job.spec, job.kind, job.chunk)
+                chunk = self.chunks.get(key)
+                if chunk is not None:
+                    chunk.below.discard((job.tier, job.shard))
+                    if not chunk.shards and not chunk.below:
+                        del self.chunks[key]
 
     def _patched(self, action: ac.PatchRecord) -> None:
         record = action.record
@@ -211,7 +283,7 @@ class Twin:
         chunk = self.chunks.get(key)
         if chunk is not None:
             chunk.shards.pop(shard, None)
-            if not chunk.shards:
+            if not chunk.shards and not chunk.below:
                 del self.chunks[key]
 
     def _condemned(self, record: int) -> None:
@@ -232,14 +304,34 @@ class Twin:
         header = action.header
         assert header.state is State.READY
         key = self.key_of(header)
+        assert action.record not in self.hand, "a slot in use was given away"
+        if header.shard not in self.chunks[key].shards:
+            self._landed(key, action.record, header)
+            return
         shard = self.chunks[key].shards[header.shard]
         assert not self.leased(key), "a leased slot was moved"
-        assert action.record not in self.hand, "a slot in use was given away"
         self.hand[shard.record] = "moved"
         self.hand[action.record] = "ready"
         shard.record = action.record
         assert header.generation > self.generations.get(action.record, 0)
         self.generations[action.record] = header.generation
+
+    def _landed(self, key: Key, record: int, header: Any) -> None:
+        """A shard was read up, with everything that is known of it unchanged."""
+        chunk = self.chunks[key]
+        assert record == self.landing
+        assert any(shard == header.shard for _, shard in chunk.below)
+        assert header.flags & HeaderFlag.SEALED
+        assert (header.parent, header.index, header.fingerprint) == (
+            chunk.parent, chunk.index, chunk.fingerprint,
+        )  # fmt: skip
+        assert self.world.payload[record] == content(header)
+        assert header.generation > self.generations.get(record, 0)
+        self.generations[record] = header.generation
+        self.hand[record] = "ready"
+        chunk.shards[header.shard] = Shard("ready", record, True)
+
+    landing = -1
 
     def key_of(self, header: Any) -> Key:
         for name in self.namespaces:
@@ -330,6 +422,8 @@ class Twin:
                     assert outcome is O.BUSY
                 elif there is not None and self.leased(key):
                     assert outcome is O.BUSY
+                elif self.within_reach(key, shard):
+                    assert outcome is O.EXISTS
                 elif outcome is O.GRANTED:
                     assert used + size <= cap
                     used += size
@@ -391,6 +485,8 @@ class Twin:
 
     def _no_room(self, space: tuple[str, bytes, int], event: ev.Reserve) -> None:
         """NO_SPACE is only true if no chunk with such a slot could go."""
+        if self.world.in_hand:
+            return  # a slot may be in a tier's hands, or about to be
         sizes = {self.size(event.spec, s) for s in event.shards}
         for key, chunk in self.chunks.items():
             if key in self.busy_keys or not self.legal(key):
@@ -535,18 +631,26 @@ class Twin:
         if asked is not None and asked != chunk.fingerprint:
             return O.MISMATCH
         states = [chunk.shards[s].state if s in chunk.shards else "absent" for s in shards]
+        states = [
+            "ready" if self.within_reach(key, s) else state
+            for s, state in zip(shards, states, strict=True)
+        ]
         if all(s == "ready" for s in states):
             return O.OK
         if "bad" in states:
             return O.MISS
-        return O.PARTIAL if "ready" in states else O.MISS
+        away = all(
+            st == "ready" or (s not in chunk.shards and any(b == s for _, b in chunk.below))
+            for s, st in zip(shards, states, strict=True)
+        )
+        return O.PARTIAL if "ready" in states and not away else O.MISS
 
     def _orphan(self, key: Key) -> bool:
         parent = self.chunks[key].parent
         if parent == NO_PARENT:
             return False
         above = self.chunks.get((*key[:3], parent))
-        return above is None or not above.count("ready")
+        return above is None or not (above.count("ready") or above.below)
 
     def may_use(self, session: int, lease: int) -> bool:
         found = self.leases.get(lease)
@@ -564,8 +668,11 @@ class Twin:
         expected = []
         for key in keys:
             for s in shards:
-                shard = self.chunks[key].shards.get(s)
-                if shard is None or shard.state == "writing":
+                there = self.chunks.get(key)
+                shard = there.shards.get(s) if there is not None else None
+                if self.within_reach(key, s):
+                    expected.append(O.FAILED)
+                elif shard is None or shard.state == "writing":
                     expected.append(O.MISS)
                 elif shard.state == "bad":
                     expected.append(O.CORRUPT)
@@ -599,6 +706,7 @@ class Twin:
     def evicted(self, event: ev.Evict, result: ac.EvictResult, actions: list[ac.Action]) -> None:
         """One slice: what went was meant, not leased; what was being written was marked."""
         before = {key: self.leased(key) for key in self.chunks}
+        held = self.world.held_keys()
         matching = {key for key in self.chunks if self._meant(key, event)}
         for key in matching:
             chunk = self.chunks[key]
@@ -609,16 +717,18 @@ class Twin:
                             item.phase = "evicted"
                             self.hand[item.record] = "evicted"
                             self._forget_shard(key, item.shard)
-        gone = 0
+        named = set()
         for action in actions:
             if isinstance(action, ac.PatchRecord) and action.state is State.FREE:
                 key, _ = self._owner(action.record)
                 assert key in matching and not before[key]
-                if key not in self.going:
-                    gone += 1
-                    self.going.add(key)
+                named.add(key)
+                self.going.add(key)
+            elif isinstance(action, ac.TierDelete) and self._key_of_job(action) in matching:
+                named.add(self._key_of_job(action))
             if not isinstance(action, ac.Reply | ac.Fail):
                 self.take(action)
+        gone = len(named)
         if event.dry_run:
             assert not gone
             assert len(result.named) <= len(matching)
@@ -626,15 +736,23 @@ class Twin:
             assert result.evicted == gone
         if result.cursor is None and event.cursor == 0:
             assert result.matched == len(matching)
-            assert result.leased == sum(
-                1
+            leased = {
+                key
                 for key in matching
                 if before[key] and key not in self.going and self._was_resident(key)
-            )
+            }
+            assert leased <= set() or result.leased >= len(leased)
+            assert result.leased <= len(leased | {key for key in matching if key[1:] in held})
 
     def _was_resident(self, key: Key) -> bool:
         chunk = self.chunks.get(key)
-        return chunk is not None and bool(chunk.count("ready") or chunk.count("bad"))
+        return chunk is not None and bool(
+            chunk.count("ready") or chunk.count("bad") or chunk.below
+        )
+
+    def _key_of_job(self, job: Any) -> Key:
+        name = next(n for n in self.namespaces if namespace_digest(n) == job.namespace)
+        return name, job.spec, job.kind, job.chunk
 
     def _marked(self, key: Key, event: ev.Evict, result: ac.EvictResult) -> bool:
         return result.cursor is None  # the machine takes slices that are large enough
@@ -738,6 +856,9 @@ class Twin:
             else:
                 state = "unsealed"
             held = [s for s, x in chunk.shards.items() if x.state != "writing"]
+            held += [s for _, s in chunk.below]
+            per_tier = [sum(t == tier for t, _ in chunk.below) for tier in (0, 1)]
+            ready = max([ready, *per_tier])
             mine[name, spec.hex(), Kind(kind).name.lower(), hash_.hex()] = (
                 chunk.parent.hex(),
                 chunk.index,

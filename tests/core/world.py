@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -123,6 +123,13 @@ def _chunk(job: Any) -> tuple[Any, ...]:
         return _name(job)
     h = job.header
     return h.kind, h.namespace_digest, h.spec, h.chunk, h.shard
+
+
+class Answered(NamedTuple):
+    """Stands among actions where a tier's answer came in."""
+
+    job: Any
+    event: Any
 
 
 _TIER_JOBS = (ac.TierWrite, ac.TierRead, ac.TierScrub, ac.TierDelete)
@@ -269,7 +276,7 @@ class World:
             event = self._tier_job(job, fail)
             actions = self.core.handle(event, self.now)
             self._carry(actions)
-            return actions
+            return [Answered(job, event), *actions]  # type: ignore[list-item]
         if isinstance(job, ac.Seal):
             digest = b"" if fail else self.digest(job.record)
             event = ev.Sealed(job.record, job.generation, digest)
@@ -304,6 +311,15 @@ class World:
         if isinstance(job, ac.TierRead):
             self.payload[self.record_at(job.offset)] = payload or b"half of it"
         return event
+
+    def held_keys(self) -> set[tuple[bytes, int, bytes]]:
+        """(spec, kind, hash) of chunks in some request's or tier's hands."""
+        store = self.core._store
+        found = set()
+        for row in store.pinned:
+            space = store.spaces.of(store.chunks.space[row])
+            found.add((space.digest, int(space.kind), store.chunks.key_of(row)))
+        return found
 
     def digest(self, record: int) -> bytes:
         return hashlib.sha256(self.payload.get(record, b"")).digest()[:16]
