@@ -17,13 +17,14 @@ PY := $(VENV)/bin/python
 # vLLM pins its torch and much else, so it has a virtual environment of its own.
 VLLM := .venv-vllm
 VLLM_PY := $(VLLM)/bin/python
+SGLANG := .venv-sglang
 # mypy can't see setuptools' package-dir mapping of an editable install, so it gets the package as
 # a wheel would lay it out, in symbolic links.
 TYPED := build/typed
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-engines lint demo demo-transformers demo-vllm bench bench-engine clean
+.PHONY: help venv test test-engines test-sglang lint demo demo-transformers demo-vllm bench bench-engine clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -62,6 +63,14 @@ $(VLLM)/.kvd: $(VLLM)/.made pyproject.toml
 	$(VLLM_PY) -m pip install --quiet --no-deps --editable .
 	@touch $@
 
+$(SGLANG)/.made: tests/engines/sglangkit/install.sh tests/engines/sglangkit/requirements.txt
+	TORCH='$(TORCH)' tests/engines/sglangkit/install.sh $(SGLANG) $(PYTHON)
+	@touch $@
+
+$(SGLANG)/.kvd: $(SGLANG)/.made pyproject.toml
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
 venv: $(VENV)/.models  ## the virtual environment: kvd (editable), its tests' tools, torch and transformers
 
 # kvikio's engine moves host memory too, so it is tested without a GPU: without the 2.8 GB of cupy
@@ -81,8 +90,12 @@ lint: $(VENV)/.dev  ## ruff, and mypy over the package as it is installed
 	cd $(TYPED) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p kvd && exit $$ruff
 
-test-engines: $(VLLM)/.kvd  ## the connectors in real engines (vLLM on the CPU), some minutes
+test-engines: $(VLLM)/.kvd  ## the connectors in real engines (vLLM on the CPU, SGLang's classes), some minutes
 	$(VLLM_PY) -m pytest -m engine --color=no --durations=10 tests/engines $(PYTEST_ARGS)
+	$(MAKE) test-sglang
+
+test-sglang: $(SGLANG)/.kvd  ## the SGLang backend under SGLang's own classes, some minutes
+	$(SGLANG)/bin/python -m pytest -m engine --color=no --durations=10 tests/engines/sglangkit $(PYTEST_ARGS)
 
 demo: demo-$(ENGINE)  ## a real model answers over a document: cold, warm, after a kill; ENGINE=vllm
 

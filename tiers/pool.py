@@ -81,6 +81,8 @@ _KINDS: dict[type, str] = {Write: "write", Read: "read", Delete: "delete", Probe
 # Answers that say something about the medium's health, and which.
 _HEALTHY = {Answer.OK, Answer.EXISTS, Answer.MISS, Answer.CORRUPT, Answer.NO_SPACE}
 _ILL = {Answer.FAILED, Answer.TIMEOUT}
+# What lies there, not whether the medium works.
+_HARMLESS = {Reason.CONFLICT, Reason.FOREIGN}
 
 
 class _Worker:
@@ -392,12 +394,12 @@ class PooledTier(Tier):
         with self._lock:
             breaker = self._breaker(kind)
             before, now = breaker.opened, self._clock()
-            if answers & _ILL:
+            if any(done.answer in _ILL and done.reason not in _HARMLESS for done in completions):
                 if permanent:
                     breaker.trip(now)
                 else:
                     breaker.failure(now)
-            elif answers & _HEALTHY:
+            elif answers & (_HEALTHY | _ILL):
                 breaker.success()
             else:
                 breaker.abandon()

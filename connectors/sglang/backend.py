@@ -57,6 +57,7 @@ class KvdHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._traffic: Traffic | None = None
         self._version = ""
         self._foreign = ""  # a side pool that kvd does not keep
+        self._closed = False
         self._daemon = Daemon(self._options, self.stats, f"sglang rank {storage_config.tp_rank}")
         if extra.get("backend_name") and not extra.get("interface_v1"):
             log.warning(
@@ -215,8 +216,12 @@ class KvdHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def close(self) -> None:
         """End the session; later calls find nothing. Idempotent."""
         with self._lock:
-            self._traffic, self.refused = None, "the backend was closed"
+            if self._closed:
+                return
+            self._closed, self._traffic, self.refused = True, None, "the backend was closed"
         self._daemon.close()
+        told = sorted(self.stats.snapshot().items())
+        log.info("kvd kept: %s", ", ".join(f"{name} {n}" for name, n in told) or "nothing")
 
     # -- what it stands on ------------------------------------------------------------------------
 
@@ -224,7 +229,7 @@ class KvdHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         """Find out what pages are. Anything unknown is said once, and nothing is cached."""
         self._version = weight_version()
         self._traffic = None
-        if self._foreign:
+        if self._foreign or self._closed:
             return
         try:
             self._table = page_table(self._pool)

@@ -273,9 +273,15 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_hook(lambda: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if self._scheduler is not None:
-            ids = blocks.get_block_ids() if num_external_tokens else ()
+        if self._scheduler is None:
+            return
+        ids = blocks.get_block_ids() if num_external_tokens else ()
+        try:
             self._scheduler.allocated(request, ids, num_external_tokens)
+        except Exception:
+            if num_external_tokens:  # the engine now waits for this load
+                self._scheduler.break_load(request, ids)
+            raise
 
     @_hook(lambda: KvdStep(StepPlan()))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:

@@ -76,11 +76,13 @@ class Daemon:
             self.failed(error)
 
     def failed(self, error: KvdError) -> None:
-        """The daemon did not answer in time, or can't be reached."""
+        """The daemon did not answer in time, or can't be reached. What many requests in flight
+        say at once counts once."""
+        if self._away:
+            return
+        self._away = True
         pause = self._backoff.failed(time.monotonic())
-        if not self._away:
-            self._away = True
-            log.warning("kvd: going on without the daemon (next try in %.1f s): %s", pause, error)
+        log.warning("kvd: going on without the daemon (next try in %.1f s): %s", pause, error)
 
     def worked(self) -> None:
         self._backoff.worked()

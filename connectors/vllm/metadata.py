@@ -58,12 +58,13 @@ class StoreJob(NamedTuple):
 @dataclass
 class StepPlan:
     """One step's work. `written`: blocks that this step, or a load that begins in it, writes to
-    and that a store may still be reading."""
+    and that a store may still be reading; `all_written`: it could not be told which."""
 
     spec: bytes = b""  # KVSpec.encode(), whenever there is work
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
     written: frozenset[int] = frozenset()
+    all_written: bool = False
 
 
 @dataclass

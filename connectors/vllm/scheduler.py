@@ -22,6 +22,7 @@ from kvd.connectors.vllm.keys import Adapters, ChunkKeys
 from kvd.connectors.vllm.metadata import LoadJob, StepPlan, StoreJob, WorkerReport
 from kvd.connectors.vllm.request import Entry, Phase
 from kvd.connectors.vllm.stats import Counts
+from kvd.connectors.vllm.written import written_by
 from kvd.errors import DeadlineExceeded, KvdError, Unavailable
 from kvd.wire import LookupFlag
 from kvd.wire import messages as m
@@ -162,6 +163,15 @@ class SchedulerSide:
         self.counts.add("loads")
         self.counts.add("matched_tokens", external)
 
+    def break_load(self, request: Any, blocks: Sequence[Sequence[int]]) -> None:
+        """The engine waits for a load that could not be planned: it is told to have failed."""
+        self._jobs += 1
+        rows = tuple(tuple(ids) for ids in blocks)
+        self._loads.append(LoadJob(self._jobs, request.request_id, (0, 0, 0), 0, 1, rows))
+        entry = self._entries.get(request.request_id)
+        if entry is not None:
+            entry.phase, entry.load_blocks = Phase.LOADING, frozenset(i for r in rows for i in r)
+
     def _settle(self, entry: Entry) -> None:
         """It runs without (another) load."""
         if entry.phase in (Phase.ASKED, Phase.KNOWN, Phase.FRESH):
@@ -265,17 +275,21 @@ class SchedulerSide:
             self.daemon.look()
         loads, self._loads = self._loads, []
         written, self._written = self._written, set()
-        stores: list[StoreJob] = []
-        if self.spec is not None and self.options.store_policy != "never":
-            stores = self._stores(output)
-        if self._storing:
-            written |= _written_by(output, self._block_tokens)
-        else:
-            written = set()
-        for job in stores:
+        plan = StepPlan(self._encoding, loads)
+        try:
+            if self._storing:
+                plan.written = frozenset(written | written_by(output, self._block_tokens))
+            if self.spec is not None and self.options.store_policy != "never":
+                plan.stores = self._stores(output)
+        except Exception:  # the loads are promised, and the stores in flight must not go wrong
+            log.exception("kvd: unexpected error while planning stores; going on without them")
+            self.counts.add("errors")
+            plan.stores, plan.all_written = [], True
+        for job in plan.stores:
             self._storing[job.job] = (time.monotonic(), self._ranks)
-        spec = self._encoding if loads or stores else b""
-        return StepPlan(spec, loads, stores, frozenset(written))
+        if not loads and not plan.stores:
+            plan.spec = b""
+        return plan
 
     def _stores(self, output: Any) -> list[StoreJob]:
         jobs = []
@@ -395,22 +409,3 @@ class SchedulerSide:
             entry.let_go(self.daemon)
         self._entries.clear()
         self._client.close()
-
-
-def _written_by(output: Any, block_tokens: Sequence[int]) -> set[int]:
-    """Blocks that this step may write to and that were given out for it."""
-    written: set[int] = set()
-    for new in output.scheduled_new_reqs:
-        for size, ids in zip(block_tokens, new.block_ids, strict=True):
-            written.update(ids[new.num_computed_tokens // size :])
-    cached = output.scheduled_cached_reqs
-    for name, ids_by_group, computed in zip(
-        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-    ):
-        if ids_by_group is None:
-            continue
-        for size, ids in zip(block_tokens, ids_by_group, strict=True):
-            written.update(ids[computed // size :] if name in cached.resumed_req_ids else ids)
-    for copy in output.kv_cache_block_copies or ():
-        written.add(int(copy[1]))
-    return written

@@ -93,19 +93,27 @@ class WorkerSide:
     def before_step(self, plan: StepPlan) -> None:
         """Blocks are about to be written to: no store reads them any more when this returns. It
         waits for the copy of one chunk a job at most, never for the daemon."""
-        if not plan.written or not self._open:
+        if not self._open or not (plan.written or plan.all_written):
             return
         with self._lock:
             jobs = list(self._open.values())
         for store in jobs:
-            if not store.given_up and not plan.written.isdisjoint(store.blocks):
+            touched = plan.all_written or not plan.written.isdisjoint(store.blocks)
+            if touched and not store.given_up:
                 with store.lock:
                     store.given_up = True
         self._storer.fence()
 
     def start_loads(self, plan: StepPlan) -> None:
-        if plan.loads:
+        """Begin what the plan wants; a load that can't even begin has failed."""
+        if not plan.loads:
+            return
+        try:
             self._loader.ready()
+        except RuntimeError as error:  # what CUDA raises
+            for job in plan.loads:
+                self._load_broken(_Load(job, plan.spec), error)
+            return
         for job in plan.loads:
             if not self._loads.put(_Load(job, plan.spec)):
                 self._ended(job, range(job.chunks))

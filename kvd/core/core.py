@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.chunk import NO_PARENT, Kind, KVSpec
+from kvd.chunk import KVSpec
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.adoption import Adoption
+from kvd.core.checks import Checks
 from kvd.core.config import CoreConfig
 from kvd.core.demotions import Demotions
 from kvd.core.evictions import Evictions
@@ -28,7 +29,6 @@ from kvd.core.reserves import Request, Reserves
 from kvd.core.rooms import Rooms
 from kvd.core.sealing import Seals
 from kvd.core.sessions import Session
-from kvd.core.spaces import Space
 from kvd.core.stats import stat
 from kvd.core.store import TOUCH_SLICE, Store
 from kvd.core.transfers import Transfer, Transfers, Waiter
@@ -40,14 +40,12 @@ from kvd.errors import (
     KvdError,
     LimitExceeded,
     ProtocolError,
-    SpecError,
     UnknownHandle,
-    UnknownSession,
 )
 from kvd.eviction.base import Policy
 
 _EXPIRE_SLICE = 64  # things that fall due looked at in one event
-_TOUCH_LIMIT = 256  # deferred touches beyond which an event applies some itself
+_TOUCH_LIMIT = 64  # deferred uses beyond which an event applies some itself
 
 
 class Core:
@@ -56,6 +54,7 @@ class Core:
     def __init__(self, config: CoreConfig, policy: Callable[[], Policy]) -> None:
         self.config = config
         self._store = Store(config, policy(), [policy() for _ in config.tiers])
+        self._checks = Checks(self._store)
         self._jobs = Jobs(self._store)
         self._evictions = Evictions(self._store, self._jobs)
         self._fetches = Fetches(self._store, self._jobs, self._evictions)
@@ -150,7 +149,7 @@ class Core:
     def busy(self) -> bool:
         """Whether a Tick would go on with work that is under way."""
         store = self._store
-        if self._jobs.busy or store.touches or store.husks:
+        if self._jobs.busy or store.touches or store.husks or self._seals.waiting:
             return True
         return store.layered and bool(
             store.fleeting or self._fetches.stalled or self._demotions.busy
@@ -228,7 +227,7 @@ class Core:
         store = self._store
         left = store.apply_touches(TOUCH_SLICE)
         if left > 0:
-            store.sweep(256)
+            store.sweep(64)
             self._jobs.step()
 
     def _drain(self, event: ev.Drain) -> None:
@@ -298,12 +297,6 @@ class Core:
         self._jobs.start(self._writes.lock_freed(event.public_id))
         self._adoption.lock_freed(event.public_id)
 
-    def _session(self, number: int) -> Session:
-        session = self._store.sessions.get(number)
-        if session is None:
-            raise UnknownSession(f"session {number} is not open: attach again")
-        return session
-
     def _refuse(self, event: Any, error: KvdError) -> None:
         if not hasattr(event, "request"):
             raise error  # a fault of the server, not of a client
@@ -325,52 +318,12 @@ class Core:
 
         self._jobs.start(job())
 
-    # -- checks ---------------------------------------------------------------------------------
-
-    def _space(self, session: Session, spec: bytes, kind: int) -> Space:
-        if kind not in (Kind.PREFIX, Kind.CONTENT):
-            raise BadKey(f"kind {kind} is unknown: 1 (prefix) or 2 (content)")
-        if spec not in self._store.spaces.specs:
-            raise SpecError(f"spec {spec.hex()[:16]} is not registered: register_spec first")
-        space = self._store.spaces.make(session.namespace, spec, kind)
-        self._store.grow_queues()
-        return space
-
-    def _shards(self, space: Space, shards: tuple[int, ...], keys: int) -> tuple[int, ...]:
-        if not shards:
-            raise BadKey("no shard is named: name at least one")
-        if len(set(shards)) != len(shards):
-            raise BadKey("a shard is named twice")
-        for shard in shards:
-            if not 0 <= shard < space.shards:
-                raise SpecError(f"shard {shard} is not in the spec's table of {space.shards}")
-        if keys * len(shards) > self.config.max_results:
-            raise LimitExceeded(
-                f"{keys} keys of {len(shards)} shards are {keys * len(shards)} results, at most "
-                f"{self.config.max_results} a request: send fewer keys"
-            )
-        return tuple(shards)
-
-    def _keys(self, hashes: bytes) -> int:
-        if len(hashes) % ev.HASH_BYTES:
-            raise BadKey(f"hashes: {len(hashes)} bytes are no whole number of 32")
-        count = len(hashes) // ev.HASH_BYTES
-        if not 1 <= count <= self.config.max_keys:
-            raise LimitExceeded(
-                f"{count} keys in a request, from 1 to {self.config.max_keys} allowed: split it"
-            )
-        return count
-
-    def _column(self, name: str, data: bytes, size: int, count: int) -> None:
-        if len(data) != size * count:
-            raise BadKey(f"{name}: {len(data)} bytes for {count} keys, must be {size * count}")
-
     # -- stores ---------------------------------------------------------------------------------
 
     def _reserve(self, event: ev.Reserve) -> None:
-        session = self._session(event.session)
-        space = self._space(session, event.spec, event.kind)
-        ask = self._request(
+        session = self._checks.session(event.session)
+        space = self._checks.space(session, event.spec, event.kind)
+        ask = self._checks.request(
             space,
             event.shards,
             event.hashes,
@@ -384,60 +337,19 @@ class Core:
         )
         self._start(event, self._reserves.reserve(session, ask))
 
-    def _request(
-        self,
-        space: Space,
-        shards: tuple[int, ...],
-        hashes: bytes,
-        parent: bytes,
-        index0: int,
-        fingerprints: bytes,
-        tokens: bytes | None,
-        pos0: bytes | None,
-        flags: int,
-        ttl: int,
-    ) -> Request:
-        count = self._keys(hashes)
-        shards = self._shards(space, shards, count)
-        self._column("fingerprints", fingerprints, ev.FINGERPRINT_BYTES, count)
-        self._column("parent", parent, ev.HASH_BYTES, 1)
-        if not 0 <= index0 <= (1 << 31) - count:
-            raise BadKey(f"index0 {index0} is out of range")
-        if not 0 <= flags < 1 << 32:
-            raise BadKey(f"flags {flags:#x} do not fit 32 bits")
-        if parent != NO_PARENT and not space.chained:
-            raise BadKey("a content chunk has no parent: send 32 zero bytes")
-        if parent != NO_PARENT and not index0:
-            raise BadKey("index0 is 0, but a parent is named: a root has none")
-        many = None
-        if tokens is not None:
-            self._column("tokens", tokens, 4, count)
-            many = np.frombuffer(tokens, "<u4").tolist()
-            most = space.spec.chunk_tokens
-            if any(not 1 <= n <= most for n in many):
-                raise BadKey(f"tokens of a chunk must be from 1 to the spec's {most}")
-        where = None
-        if pos0 is not None:
-            self._column("pos0", pos0, 8, count)
-            where = np.frombuffer(pos0, "<u8").tolist()
-        ttl = min(ttl or self.config.ttl_default_ns, self.config.ttl_max_ns)
-        return Request(
-            space, shards, hashes, parent, index0, fingerprints, many, where, flags, max(ttl, 1)
-        )
-
     def _write(self, event: ev.Commit | ev.Abort) -> tuple[Write, list[int]]:
-        session = self._session(event.session)
+        session = self._checks.session(event.session)
         write = session.writes.get(event.write)
         if write is None:
             raise UnknownHandle(f"write {event.write} is not an unfinished one of this session")
         if event.items is None:
             return write, write.granted()
-        return write, _items(event.items, len(write.items))
+        return write, self._checks.items(event.items, len(write.items))
 
     def _commit(self, event: ev.Commit) -> None:
         write, items = self._write(event)
         if event.digests is not None:
-            self._column("digests", event.digests, ev.DIGEST_BYTES, len(items))
+            self._checks.column("digests", event.digests, ev.DIGEST_BYTES, len(items))
         self._start(event, self._writes.commit(write, items, event.digests))
 
     def _abort(self, event: ev.Abort) -> None:
@@ -447,12 +359,12 @@ class Core:
     # -- loads ----------------------------------------------------------------------------------
 
     def _lookup(self, event: ev.Lookup) -> None:
-        session = self._session(event.session)
-        space = self._space(session, event.spec, event.kind)
-        count = self._keys(event.hashes)
-        shards = self._shards(space, event.shards, count)
+        session = self._checks.session(event.session)
+        space = self._checks.space(session, event.spec, event.kind)
+        count = self._checks.keys(event.hashes)
+        shards = self._checks.shards(space, event.shards, count)
         if event.fingerprints is not None:
-            self._column("fingerprints", event.fingerprints, ev.FINGERPRINT_BYTES, count)
+            self._checks.column("fingerprints", event.fingerprints, ev.FINGERPRINT_BYTES, count)
         flags = event.flags
         if flags & ev.LookupFlag.LOAD and not flags & ev.LookupFlag.LEASE:
             raise ProtocolError("a lookup that loads must lease: set both flags")
@@ -460,7 +372,7 @@ class Core:
         if flags & ev.LookupFlag.RESERVE_MISSES:
             if event.fingerprints is None:
                 raise BadKey("a lookup that reserves its misses needs fingerprints")
-            ask = self._request(
+            ask = self._checks.request(
                 space,
                 shards,
                 event.hashes,
@@ -516,20 +428,20 @@ class Core:
         return result._replace(reserved=reserved)
 
     def _lease(self, event: ev.Load | ev.Renew | ev.Release) -> Lease:
-        lease = self._leases.find(self._session(event.session), event.lease)
+        lease = self._leases.find(self._checks.session(event.session), event.lease)
         if lease is None:
             raise UnknownHandle(f"lease {event.lease} is not valid now, or not this group's")
         return lease
 
     def _load(self, event: ev.Load) -> None:
         lease = self._lease(event)
-        items = None if event.items is None else _items(event.items, len(lease.rows))
+        items = None if event.items is None else self._checks.items(event.items, len(lease.rows))
         count = len(lease.rows) if items is None else len(items)
-        shards = self._shards(lease.space, event.shards or lease.shards, count)
+        shards = self._checks.shards(lease.space, event.shards or lease.shards, count)
         self._reply(event, self._transfers.load(lease, items, shards))
 
     def _transfer(self, event: ev.Wait | ev.Cancel) -> Transfer:
-        session = self._session(event.session)
+        session = self._checks.session(event.session)
         transfer = self._transfers.by_number.get(event.transfer)
         if transfer is None or self._leases.find(session, transfer.lease.number) is None:
             raise UnknownHandle(f"transfer {event.transfer} is not under way for this group")
@@ -556,7 +468,7 @@ class Core:
     # -- looking in -----------------------------------------------------------------------------
 
     def _allowed(self, event: ev.Evict | ev.List) -> Session:
-        session = self._session(event.session)
+        session = self._checks.session(event.session)
         wanted = event.selector.namespace
         if not session.admin and wanted is not None and wanted != session.namespace:
             raise AuthError(f"namespace {wanted!r} is not this session's: it needs the admin role")
@@ -575,14 +487,14 @@ class Core:
         self._reply(event, page)
 
     def _stat(self, event: ev.Stat) -> None:
-        session = self._session(event.session)
+        session = self._checks.session(event.session)
         own = None if session.admin else session.namespace
         self._reply(event, ac.StatResult({**self.stat(own), "namespace": session.namespace}))
 
     # -- specs ----------------------------------------------------------------------------------
 
     def _register(self, event: ev.RegisterSpec) -> None:
-        self._session(event.session)
+        self._checks.session(event.session)
         event.spec.validate()
         specs = self._store.spaces.specs
         if event.spec.digest not in specs and len(specs) >= self.config.max_specs:
@@ -591,13 +503,3 @@ class Core:
             )
         self._store.spaces.register(event.spec)
         self._reply(event, ac.SpecResult(event.spec.digest))
-
-
-def _items(items: bytes, limit: int) -> list[int]:
-    """Packed u32 numbers below `limit`. BadKey otherwise."""
-    if len(items) % 4:
-        raise BadKey(f"items: {len(items)} bytes are no whole number of u32")
-    numbers: list[int] = np.frombuffer(items, "<u4").tolist()
-    if numbers and max(numbers) >= limit:
-        raise BadKey(f"item {max(numbers)} is out of range: there are {limit}")
-    return numbers

@@ -216,7 +216,8 @@ class Demotions:
         if any(cells.marks[cell] & col.MOVING for cell in every):
             return False
         missing = [c for c in every if cells.state[c] == col.READY and lower.state[c] != READY]
-        if not missing:
+        unsealed = any(not cells.marks[cell] & col.SEALED for cell in missing)
+        if not missing or (unsealed and not store.config.seals_in_flight):
             return False
         move = self.by_row[row] = Move(row, chunks.key_of(row), lower, why)
         store.ladder.hold(row)

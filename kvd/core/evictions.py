@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum, auto
+from itertools import islice
 
 from kvd.core import columns as col
 from kvd.core.actions import AssignSlab
@@ -128,8 +129,8 @@ class Evictions:
                 reason = "demoted"
             else:
                 self.lost(row)
-        why = "capacity" if reason == "orphan" else reason
-        store.drop(row, why, evicted=reason != "quarantine")
+        why = "capacity" if reason in ("orphan", "lost") else reason
+        store.drop(row, why, evicted=reason not in ("quarantine", "lost"))
 
     def _clean(self, row: int) -> bool:
         ladder = self._store.ladder
@@ -174,9 +175,17 @@ class Evictions:
             row = self._orphan(queue)
             if row != NONE:
                 return Found.DONE, row, "orphan"
+        for queue in queues:
+            for row in islice(reversed(store.lost[queue]), _SKIPS):
+                if self.legal(row):
+                    return Found.DONE, row, "lost"
         queue = self._coldest(queues, search)
         if queue < 0:
-            return Found.NOTHING, NONE, ""
+            if not store.policy_failed or search.failing:
+                return Found.NOTHING, NONE, ""
+            search.failing = True
+            search.passed.clear()
+            return Found.AGAIN, NONE, ""
         row = self._victim(queue, search)
         if row == NONE:
             return Found.AGAIN, NONE, ""

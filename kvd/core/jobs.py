@@ -2,7 +2,7 @@
 
 The law of this module: a job is a generator that does about a millisecond of work between two
 yields, keeps nothing across a yield that others may change without checking it again, and ends
-by itself. `Store.units` counts what a slice has done: one unit is about ten microseconds.
+by itself. `Store.units` counts what a slice has done: one unit is ten to twenty microseconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from kvd.core.store import Store
 
-SLICE_UNITS = 100
+SLICE_UNITS = 32
 
 
 class Pause(Enum):

@@ -306,8 +306,10 @@ class Leases:
         fingerprints: bytes | None,
     ) -> bytes:
         """Outcomes where every key counts."""
-        outcomes = bytearray(_OK * len(ids))
-        for at in np.flatnonzero(~good).tolist():
+        outcomes = bytearray(np.where(good, Outcome.OK, Outcome.MISS).astype(np.uint8))
+        absent = int(np.count_nonzero(ids < 0))
+        self._store.counters.tenant(space.namespace)["chunks_missed", "absent"] += absent
+        for at in np.flatnonzero(~good & (ids >= 0)).tolist():
             outcomes[at] = self._miss(space, shards, ids, at, fingerprints)
         return bytes(outcomes)
 
@@ -355,11 +357,9 @@ class Leases:
         store.counters.tenant(space.namespace)["leases_given", ""] += 1
         if space.chained and len(rows) > 1:
             follows = chunks.np_parent[rows[1:]] == rows[:-1]
-            tips = [*rows[:-1][~follows].tolist(), int(rows[-1])]
+            store.touch(rows[np.append(~follows, True)])  # the last of each chain
         else:
-            tips = rows.tolist()
-        for tip in tips:
-            store.touch(tip)
+            store.touch(rows)
         return lease
 
     def _hit(self, rows: Rows) -> None:
@@ -380,7 +380,8 @@ class Leases:
 
     def _once(self, rows: Rows) -> Rows:
         """The rows without repetition."""
-        return rows if len(set(rows.tolist())) == len(rows) else np.unique(rows)
+        once = set(rows.tolist())
+        return rows if len(once) == len(rows) else np.array(sorted(once), np.int64)
 
     def _set_expiry(self, lease: Lease, lease_ns: int) -> None:
         store, config = self._store, self._store.config

@@ -84,11 +84,13 @@ class Reclass:
         if size in self._active:
             return False
         own = None if must else self._coldness(size)
-        for _ in range(_TRIES):
-            best = self._choose(size, own)
+        tried: set[int] = set()
+        while len(tried) < _TRIES:
+            best = self._choose(size, own, tried)
             if best is None:
                 return False
             slab, limit = best
+            tried.add(slab)
             self._jobs.start(self._empty(slab, size, limit))
             if size in self._active or store.slabs.slot_sizes[slab] == size:
                 self._evicted.pop(size, None)
@@ -123,7 +125,7 @@ class Reclass:
         values.sort()
         return values[min(count, len(values)) - 1]
 
-    def _choose(self, size: int, own: float | None) -> tuple[int, float] | None:
+    def _choose(self, size: int, own: float | None, tried: set[int]) -> tuple[int, float] | None:
         """(slab, value up to which its chunks are evicted rather than moved), or None."""
         store, slabs = self._store, self._store.slabs
         try:
@@ -133,7 +135,7 @@ class Reclass:
             for step in range(slabs.open):
                 slab = (self._hand + step) % slabs.open
                 other = slabs.slot_sizes[slab]
-                if not other or other == size or slab in slabs.draining:
+                if not other or other == size or slab in slabs.draining or slab in tried:
                     continue
                 if looked >= _SLABS:
                     break
@@ -260,7 +262,7 @@ class Reclass:
         return True
 
     def _make_place(self, row: int, slab: int, size: int) -> bool:
-        """Evict something colder of the class from another slab."""
+        """Evict something of the class that is not worth more from another slab."""
         store = self._store
         value = self._value(row)
         try:
@@ -268,7 +270,7 @@ class Reclass:
                 if not store.residents[queue]:
                     continue
                 for n, other in enumerate(store.policy.victims(queue, store.now)):
-                    if n >= _DEPTH or store.policy.value(other, store.now) >= value:
+                    if n >= _DEPTH or store.policy.value(other, store.now) > value:
                         break
                     if self._legal(other) and self._elsewhere(other, slab, size):
                         store.drop(other, "slab", evicted=True)

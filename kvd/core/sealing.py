@@ -12,6 +12,8 @@ from kvd.core import columns as col
 from kvd.core.actions import PatchRecord, Seal
 from kvd.core.store import Store
 
+_LOOKS = 256  # cells looked at in one event; many may be gone by now
+
 
 class Seals:
     """Digests taken in the background, oldest first, a few at a time."""
@@ -20,9 +22,17 @@ class Seals:
         self._store = store
         self._in_flight: dict[tuple[int, int], int] = {}
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to seal, and a worker for it."""
+        in_flight = len(self._in_flight)
+        return bool(self._store.unsealed) and in_flight < self._store.config.seals_in_flight
+
     def pump(self) -> None:
         store, cells = self._store, self._store.cells
-        while store.unsealed and len(self._in_flight) < store.config.seals_in_flight:
+        for _ in range(_LOOKS):
+            if not self.waiting:
+                return
             cell = store.unsealed.popleft()
             if cells.state[cell] != col.READY or cells.marks[cell] & (col.SEALED | col.SEALING):
                 continue

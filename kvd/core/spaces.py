@@ -12,6 +12,9 @@ from kvd.chunk import Kind, KVSpec, namespace_digest
 from kvd.core.columns import NONE
 from kvd.core.config import slot_size
 from kvd.core.index import Index, Rows
+from kvd.errors import LimitExceeded
+
+MAX_SPACES = (1 << 16) - 1  # a row has 16 bits for the number of its space
 
 
 class Space:
@@ -82,6 +85,8 @@ class Spaces:
         if found is not None:
             return found
         number = len(self.by_number)
+        if number > MAX_SPACES:
+            raise LimitExceeded(f"{MAX_SPACES} (namespace, spec, kind) are in use, no more fit")
         space = Space(number, namespace, self.specs[spec], kind, self._index)
         space.queues = (
             self._queue(namespace, space.classes, False),

@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvd.chunk import NO_PARENT, ChunkHeader, HeaderFlag, State
 from kvd.core import columns as col
 from kvd.core.actions import Action, PatchRecord, WriteRecord
@@ -27,7 +30,7 @@ from kvd.core.timers import Timers
 from kvd.eviction.base import Policy
 
 _NO_ID = bytes(16)
-TOUCH_SLICE = 1024  # chunks whose recency is applied at once
+TOUCH_SLICE = 512  # chunks whose recency is applied at once
 
 
 class Store:
@@ -47,6 +50,7 @@ class Store:
         self.out: list[Action] = []
         self.now = 0
         self.units = 0  # work done in this slice, see jobs.py
+        self.policy_failed = False  # it may not know all that is resident
         self.draining = False  # takes no stores any more
         # Handles and generations go on from the epoch, so that none is ever given twice, in this
         # life or another.
@@ -54,10 +58,12 @@ class Store:
         self._generation = config.epoch
         self.holes: list[dict[int, None]] = []  # by queue
         self.bad: list[dict[int, None]] = []  # by queue: nothing left but quarantined shards
+        self.lost: list[dict[int, None]] = []  # by queue: the policy failed to take them
         self.residents: list[int] = []  # by queue: chunks in the policy
         self.husks: deque[int] = deque()  # rows that may be empty by now
         self.pinned: dict[int, int] = {}  # chunks that a request in progress relies on
-        self.touches: deque[tuple[int, bytes, int]] = deque()  # (chunk, its key, when)
+        # uses whose recency is not applied yet: (chunks, a word of each one's key, when)
+        self.touches: deque[tuple[NDArray[np.int64], NDArray[np.uint64], int]] = deque()
         self.unsealed: deque[int] = deque()  # cells
         self.leased_chunks = 0
         self.writing_bytes = 0
@@ -65,7 +71,6 @@ class Store:
         self.hold = False  # adopted slots may still have readers of an earlier life
         self.held: list[int] = []  # their records, freed meanwhile
         self.held_bytes = 0
-        self._policies = [policy, *below]
         self.layered = bool(config.tiers)  # there are tiers below DRAM
         self.ladder = Ladder(self, list(below))
         self.transients: dict[int, int] = {}  # chunks read from below for one lease: slot bytes
@@ -249,6 +254,7 @@ class Store:
         while len(self.holes) < len(self.spaces.queue_classes):
             self.holes.append({})
             self.bad.append({})
+            self.lost.append({})
             self.residents.append(0)
 
     # -- shards ---------------------------------------------------------------------------------
@@ -261,7 +267,7 @@ class Store:
         self.holes[space.queues[0]].pop(row, None)
         self.bad[queue].pop(row, None)
         self.residents[queue] += 1
-        self.guard(
+        known = self.guard(
             lambda: self.policy.insert(
                 row,
                 parent=chunks.parent[row],
@@ -271,18 +277,25 @@ class Store:
                 now=self.now,
             )
         )
+        if not known:
+            self.lost[queue][row] = None
 
     def leave(self, row: int, *, evicted: bool) -> None:
         """No shard is ready any more."""
-        self.residents[self.queue(row)] -= 1
+        queue = self.queue(row)
+        self.residents[queue] -= 1
+        self.lost[queue].pop(row, None)
         self.guard(lambda: self.policy.forget(row, evicted=evicted))
 
-    def guard(self, advise: Callable[[], object]) -> None:
-        """A policy that raises costs order, never service."""
+    def guard(self, advise: Callable[[], object]) -> bool:
+        """A policy that raises costs order, never service. Whether it didn't."""
         try:
             advise()
+            return True
         except Exception:  # noqa: BLE001 - counted; the store is right without its advice
             self.counters.own["policy_errors", ""] += 1
+            self.policy_failed = True
+            return False
 
     def free_slot(self, record: int, *, adopted: bool = False) -> None:
         """The slot's generation changes now, before anybody can get it."""
@@ -396,20 +409,27 @@ class Store:
 
     # -- recency --------------------------------------------------------------------------------
 
-    def touch(self, row: int) -> None:
-        """The chunk and all its ancestors were used now; applied after the reply."""
-        self.touches.append((row, self.chunks.key_of(row), self.now))
+    def touch(self, rows: NDArray[np.int64]) -> None:
+        """These chunks and all their ancestors were used now; applied after the reply."""
+        self.touches.append((rows, self.chunks.np_key[rows, 0], self.now))
 
     def apply_touches(self, budget: int) -> int:
         """Apply what was deferred, oldest first; what is left of the budget."""
         chunks = self.chunks
         while self.touches and budget > 0:
-            row, key, when = self.touches.popleft()
-            if not chunks.space[row] or chunks.key_of(row) != key:  # gone since
-                continue
-            chain = list(self.ancestors(row))
-            chain.reverse()
-            budget -= len(chain)
-            for policy in self._policies:
-                self.guard(lambda policy=policy, chain=chain, when=when: policy.touch(chain, when))  # type: ignore[misc]
+            rows, words, when = self.touches.popleft()
+            here = (chunks.np_key[rows, 0] == words) & (chunks.np_space[rows] != 0)
+            for n, row in enumerate(rows.tolist()):
+                if budget <= 0:
+                    self.touches.appendleft((rows[n:], words[n:], when))
+                    break
+                chain = list(self.ancestors(row)) if here[n] else []
+                chain.reverse()
+                budget -= len(chain) + 1
+                self._used(chain, when)
         return budget
+
+    def _used(self, chain: list[int], when: int) -> None:
+        self.guard(lambda: self.policy.touch(chain, when))
+        for lower in self.ladder.lowers:
+            self.guard(lambda lower=lower: lower.policy.touch(chain, when))  # type: ignore[misc]

@@ -145,11 +145,15 @@ class Transfers:
         known = (outcomes != Outcome.FAILED).all(axis=1)
         fresh = known & ~lease.loaded[items]
         good = fresh & (outcomes == Outcome.OK).all(axis=1)
-        once_fresh, once_good = np.unique(items[fresh]), np.unique(items[good])
-        lease.loaded[once_fresh] = True
+        before = int(np.count_nonzero(lease.loaded))
+        lease.loaded[items[fresh]] = True
+        delivered = np.zeros(len(lease.rows), bool)
+        delivered[items[good]] = True  # an item may be named twice
+        ended = int(np.count_nonzero(lease.loaded)) - before
+        ok = int(np.count_nonzero(delivered))
         counts = self._store.counters.tenant(lease.namespace)
-        counts["chunks_delivered", ""] += len(once_good)
-        counts["chunks_failed", ""] += len(once_fresh) - len(once_good)
+        counts["chunks_delivered", ""] += ok
+        counts["chunks_failed", ""] += ended - ok
 
     def _count_shards(
         self, lease: Lease, outcomes: NDArray[np.uint8], refs: NDArray[np.void]

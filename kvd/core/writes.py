@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
+import numpy as np
+
 from kvd.chunk import HeaderFlag, Outcome, SlotRef, State
 from kvd.core import columns as col
 from kvd.core.actions import OutcomesResult, PatchRecord
@@ -171,7 +173,7 @@ class Writes:
             if spent(store):
                 yield Pause.SLICE
         if last != NONE and store.chunks.ready[last]:
-            store.touch(last)
+            store.touch(np.array([last], np.int64))
         self.drop_if_done(write)
         return OutcomesResult(bytes(outcomes))
 
@@ -192,7 +194,7 @@ class Writes:
             store.counters.own["shards_sealed", "client"] += 1
             if store.layered:
                 store.sealed.append(cell)
-        else:
+        elif store.config.seals_in_flight:
             store.unsealed.append(cell)
         store.out.append(PatchRecord(item.record, state=State.READY, flags=flags, digest=digest))
         chunks.writing[row] -= 1

@@ -237,7 +237,7 @@ def test_a_read_that_hangs_is_a_miss_in_time_and_its_slot_waits_for_it() -> None
     record = world.record_at(read.offset)
     world.advance(2 * S)
     got = world.ask(ev.Wait(client.number, 0, found.load.transfer, 0, world.now + S))
-    assert list(got.outcomes)[0] == O.DEADLINE
+    assert got.outcomes[0] == O.DEADLINE
     assert world.stat()["tiers"][1]["overdue"] == 1
     # DRAM goes on, and so does what needs no tier
     assert client.lookup(ONE, chain(11, 4)).leading == 4
@@ -339,7 +339,7 @@ def test_a_store_of_what_is_below_exists_and_of_what_is_out_of_reach_is_granted(
     drained(world, client, 0)
     assert client.store(ONE, chain(0, 4)) == [O.EXISTS] * 4
     world.handle(ev.TierState(0, False, False))
-    assert list(client.lookup(ONE, chain(0, 4)).outcomes)[0] == O.MISS
+    assert client.lookup(ONE, chain(0, 4)).outcomes[0] == O.MISS
     assert client.store(ONE, chain(0, 4)) == [O.OK] * 4
     world.handle(ev.TierState(0, True, True))
     assert client.lookup(ONE, chain(0, 4)).tiers == b""

@@ -348,3 +348,35 @@ def test_the_same_events_give_the_same_actions() -> None:
             world.advance(rng.randrange(S))
         logs.append(world.log)
     assert logs[0] == logs[1]
+
+
+def test_a_store_of_what_is_there_is_a_use() -> None:
+    world = World(32 * 8 * KIB, 32 * KIB, write_share=1.0)
+    client = world.open()
+    client.register(ONE)
+    client.store(ONE, chain("a", 16))
+    world.advance(S)
+    client.store(ONE, chain("b", 16))
+    world.advance(S)
+    assert client.store(ONE, chain("a", 16)) == [O.EXISTS] * 16
+    client.store(ONE, chain("c", 16))
+    assert client.lookup(ONE, chain("a", 16)).leading == 16
+    assert client.lookup(ONE, chain("b", 16)).leading == 0
+
+
+def test_what_the_policy_does_not_know_can_go_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K39: it refused to take chunks in; they must not fill the cache for ever."""
+    from kvd.eviction.lru import Lru
+
+    def broken(*arguments: object, **named: object) -> None:
+        raise RuntimeError("no")
+
+    world = World(32 * 8 * KIB, 32 * KIB, write_share=1.0)
+    client = world.open()
+    client.register(ONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(Lru, "insert", broken)
+        client.store(ONE, chain("lost", 32))
+    for n in range(20):
+        assert set(client.store(ONE, chain(n, 8))) == {O.OK}
+    assert client.lookup(ONE, chain("lost", 32)).leading == 0

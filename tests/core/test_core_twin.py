@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from twin import Twin
 from world import KIB, Client, O, S, World, fingerprint, key, refs_of, spec
@@ -16,6 +16,7 @@ from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.config import TierConfig, WritePolicy
 from kvd.core.events import LookupFlag
+from kvd.eviction import POLICIES
 
 SPECS = [spec("one", 28 * KIB), spec("two", 10 * KIB, 18 * KIB), spec("big", 60 * KIB)]
 DEPTH = 6
@@ -43,7 +44,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     tiers: tuple[TierConfig, ...] = ()
 
-    @initialize(policy=st.sampled_from(["lru"]), manual=st.booleans())
+    @initialize(policy=st.sampled_from(["lru", "lru", *sorted(POLICIES)]), manual=st.booleans())
     def start(self, policy: str, manual: bool) -> None:
         self.world = World(
             512 * KIB, 64 * KIB, policy, auto=not manual, write_share=0.5, tiers=self.tiers
@@ -365,8 +366,11 @@ class CoreMachine(RuleBasedStateMachine):
             ev.Selector(keys=(one, one)),
             ev.Selector(),
             ev.Selector(spec=SPECS[s].digest),
-        ][n % 6]
-        client = self.client(n // 6)
+            ev.Selector(subtree=one),
+        ][n % 7]
+        if selector.subtree is not None and not self.twin.linked(one):
+            return
+        client = self.client(n // 7)
         event = ev.Evict(client.number, 0, selector, dry, 0, 1000)
         result, actions = self.request(event)
         session = self.twin.sessions[client.number]
@@ -479,9 +483,11 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 CoreMachine.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
+    max_examples=100,
+    stateful_step_count=50,
     deadline=None,
+    # without Phase.explain, which traces every line of a failing run for minutes
+    phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestCoreAgainstItsTwin = CoreMachine.TestCase

@@ -408,6 +408,7 @@ class Twin:
             if chunk is not None and chunk.fingerprint != print_:
                 assert got == [O.MISMATCH] * len(got)
                 items += [None] * len(got)
+                self.busy_keys.add(key)  # what follows hangs under it
                 continue
             self.busy_keys.add(key)
             if any(o in (O.NO_SPACE, O.OVER_QUOTA) for o in got):
@@ -746,9 +747,7 @@ class Twin:
 
     def _was_resident(self, key: Key) -> bool:
         chunk = self.chunks.get(key)
-        return chunk is not None and bool(
-            chunk.count("ready") or chunk.count("bad") or chunk.below
-        )
+        return chunk is not None and bool(chunk.count("ready") or chunk.count("bad") or chunk.below)
 
     def _key_of_job(self, job: Any) -> Key:
         name = next(n for n in self.namespaces if namespace_digest(n) == job.namespace)
@@ -772,14 +771,25 @@ class Twin:
         return selector.subtree is None or self._below(key, selector.subtree)
 
     def _below(self, key: Key, root: bytes) -> bool:
-        """By what is linked now: a family whose middle is gone hangs together by its hole."""
         hash_: bytes | None = key[3]
         while hash_ is not None and hash_ != NO_PARENT:
             if hash_ == root:
                 return True
-            chunk = self.chunks.get((*key[:3], hash_))
-            hash_ = chunk.parent if chunk else self.parents.get((*key[:3], hash_))
+            hash_ = self.parents.get((*key[:3], hash_))
         return False
+
+    def linked(self, root: bytes) -> bool:
+        """Whether all that is below a chunk by what was ever stored is so by what is there: a
+        family whose middle is gone may have fallen apart."""
+        for key in self.chunks:
+            if self._below(key, root):
+                hash_ = key[3]
+                while hash_ != root:
+                    chunk = self.chunks.get((*key[:3], hash_))
+                    if chunk is None:
+                        return False
+                    hash_ = chunk.parent
+        return True
 
     def closed(self, number: int, stopped: bool, actions: list[ac.Action]) -> None:
         session = self.sessions.pop(number)
@@ -885,7 +895,11 @@ class Twin:
         sizes = self.world.slot_sizes
         per = self.world.config.records_per_slab
         size = {record: sizes[record // per] for record in self.hand}
-        assert tier["used_bytes"] == sum(size.values()) <= tier["limit_bytes"]
+        copies = [job for job in self.world.jobs if isinstance(job, ac.Copy)]
+        targets = [self.world.record_at(job.target) for job in copies]
+        assert not set(targets) & set(self.hand), "a copy goes to a slot in use"
+        copying = sum(sizes[record // per] for record in targets)
+        assert tier["used_bytes"] == sum(size.values()) + copying <= tier["limit_bytes"]
         by_kind: dict[str, int] = {}
         for record, kind in self.hand.items():
             by_kind[kind] = by_kind.get(kind, 0) + size[record]

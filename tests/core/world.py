@@ -91,9 +91,7 @@ class Shelf:
             return ev.TierWritten(job.job, ev.TierAnswer.NO_SPACE, room=0)
         at, self.next = self.next, self.next + 1
         self.there[name] = (at, at + 1000, header, payload)
-        return ev.TierWritten(
-            job.job, ev.TierAnswer.OK, at, at + 1000, room=self.room(job.length)
-        )
+        return ev.TierWritten(job.job, ev.TierAnswer.OK, at, at + 1000, room=self.room(job.length))
 
     def read(self, job: ac.TierRead | ac.TierScrub) -> tuple[ev.TierReadDone, bytes]:
         found = self.there.get(_name(job))

@@ -27,12 +27,16 @@ class OnDisk:
 
 
 class TestDirect(Conformance):
+    """The conformance suite: K25, K26, K30, K35, K43, K55, K57, K58, K61, K64, K85, K86."""
+
     @pytest.fixture
     def medium(self, tmp_path: Path) -> Medium:
         return OnDisk(tmp_path, "auto")
 
 
 class TestBuffered(Conformance):
+    """The conformance suite: on a directory without O_DIRECT, K25, K26, K30, K35, K43, K55, K57, K58, K61, K64, K85, K86."""
+
     @pytest.fixture
     def medium(self, tmp_path: Path) -> Medium:
         return OnDisk(tmp_path, "buffered")

@@ -113,7 +113,7 @@ def test_a_packed_draft_model_needs_a_name_for_the_weights_of_both(tmp_path: Pat
 def test_weights_and_configuration_of_a_local_checkpoint_are_found_by_content(
     tmp_path: Path,
 ) -> None:
-    """K24758 of SGLang: other weights under the same name are another identity."""
+    """Other weights under the same name are another identity."""
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     (tmp_path / "config.json").write_text("{}")
     facts = {"model_path": str(tmp_path)}

@@ -400,10 +400,34 @@ def test_loads_are_compared_with_their_digests_when_asked(daemon: DaemonProcess)
         assert not engine.counts.get("failed_chunks")
 
 
-def test_an_error_inside_a_hook_is_counted_and_the_engine_goes_on(engine: Engine) -> None:
-    engine.connector._scheduler._look_up = lambda entry: 1 / 0
-    assert engine.ask("a", prompt(100, 20)) == 0
+@pytest.mark.parametrize(
+    "where", ["_look_up", "_take_answer", "_stores", "_store_job", "allocated", "worker_output"]
+)
+def test_an_error_inside_a_hook_is_counted_and_the_engine_goes_on(
+    engine: Engine, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No promised load is lost, no block is wrong, no request hangs."""
+    tokens = prompt(200, 20)
+    engine.ask("a", tokens)
+    engine.forget()
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError(where)
+
+    scheduler = engine.connector._scheduler
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, where, broken)
+        engine.add("b", prompt(200, 21) if where.startswith("_store") else tokens)
+        end = time.monotonic() + 10
+        while engine.requests and time.monotonic() < end:
+            engine.step()
+        assert not engine.requests
     assert engine.counts["errors"] >= 1
+    for entry in scheduler._entries.values():
+        entry.let_go(scheduler.daemon)
+    scheduler._storing.clear()
+    engine.forget()
+    assert engine.ask("c", tokens) == 192
 
 
 def test_two_engines_write_the_same_chunks_at_once(daemon: DaemonProcess) -> None:

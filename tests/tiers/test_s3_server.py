@@ -1,0 +1,102 @@
+"""What only a real server shows: signatures, rights, conditions, unfinished uploads."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+from servers import Seaweed
+from tiers_kit import CONFIG, Chunk, Rig
+
+from kvd.errors import ConfigError
+from kvd.tiers.base import Answer
+from kvd.tiers.s3 import S3Backend, S3Config
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def config(seaweed: Seaweed, aws_keys: None) -> S3Config:
+    return S3Config(
+        "kvd", "one", 64 * MIB, prefix=f"t{uuid.uuid4().hex}", endpoint=seaweed.endpoint,
+        addressing="path", concurrency=4,
+    )  # fmt: skip
+
+
+def test_a_wrong_secret_is_refused_at_start(
+    config: S3Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K72: told at once, by name, without the secret."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
+    with pytest.raises(ConfigError, match="credentials are not accepted") as refused:
+        S3Backend(config).open()
+    assert "not-the-secret" not in str(refused.value)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    with pytest.raises(ConfigError, match="credentials are not accepted"):
+        S3Backend(config).open()
+
+
+def test_a_key_that_may_only_read_names_the_missing_right(
+    config: S3Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K72"""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "readkey")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "readsecret")
+    with pytest.raises(ConfigError, match="PutObject: AccessDenied"):
+        S3Backend(config).open()
+
+
+def test_a_missing_bucket_is_refused_at_start(config: S3Config) -> None:
+    """K73"""
+    with pytest.raises(ConfigError, match="NoSuchBucket"):
+        S3Backend(config._replace(bucket="no-such-bucket")).open()
+
+
+def test_two_daemons_share_a_bucket(config: S3Config) -> None:
+    one = Rig(S3Backend(config), "s3", CONFIG).start()
+    two = Rig(S3Backend(config._replace(installation="two")), "s3", CONFIG).start()
+    chunk = Chunk(1, 300_000)
+    assert one.one(chunk.write()).answer is Answer.OK
+    assert two.one(chunk.write()).answer is Answer.EXISTS
+    job = chunk.read()
+    assert two.one(job).answer is Answer.OK and bytes(job.into) == bytes(chunk.memory)
+    assert two.one(chunk.delete()).answer is Answer.MISS
+    assert one.one(chunk.read()).answer is Answer.OK
+    assert one.one(chunk.delete()).answer is Answer.OK
+    assert two.one(chunk.read()).answer is Answer.MISS
+    one.close()
+    two.close()
+
+
+def test_large_objects_by_a_real_server(config: S3Config) -> None:
+    it = Rig(S3Backend(config), "s3", CONFIG).start()
+    chunk = Chunk(1, 20 * MIB + 7)
+    assert it.one(chunk.write(), 60).answer is Answer.OK
+    job = chunk.read()
+    assert it.one(job, 60).answer is Answer.OK and job.into == chunk.memory
+    other = Rig(S3Backend(config._replace(installation="two")), "s3", CONFIG).start()
+    assert other.one(chunk.write(), 60).answer is Answer.EXISTS
+    other.close()
+    it.close()
+
+
+def test_uploads_that_nobody_finished_are_aborted_at_start(
+    config: S3Config, seaweed: Seaweed
+) -> None:
+    client = seaweed.client()
+    name = f"{config.prefix}/c1/00/left"
+    foreign = f"{config.prefix}-other/left"
+    client.create_multipart_upload(Bucket="kvd", Key=name)
+    client.create_multipart_upload(Bucket="kvd", Key=foreign)
+    backend = S3Backend(config)
+    backend.open()
+    backend.close()
+    young = client.list_multipart_uploads(Bucket="kvd").get("Uploads", [])
+    assert name in {u["Key"] for u in young}, "it may be somebody's who is at it"
+    backend = S3Backend(config._replace(stale_upload_s=0.0))
+    backend.open()
+    assert backend.notes()["aborted_uploads"] == 1
+    backend.close()
+    left = {u["Key"] for u in client.list_multipart_uploads(Bucket="kvd").get("Uploads", [])}
+    assert name not in left and foreign in left
+    client.close()

@@ -1,0 +1,267 @@
+"""The Redis tier keeps the contract on a real server, and survives what a Redis goes through."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conformance import Conformance, Medium
+from servers import Redis
+from tiers_kit import CONFIG, Chunk, Rig, chunks
+
+from kvd.errors import ConfigError
+from kvd.tiers.backend import Backend
+from kvd.tiers.base import Answer, State
+from kvd.tiers.redis import Directory, Entry, RedisBackend, RedisConfig
+
+MIB = 1 << 20
+
+
+class OnRedis:
+    limit = 8 * MIB
+
+    def __init__(self, server: Redis) -> None:
+        self.config = RedisConfig(server.url, "one", self.limit, prefix=f"t{uuid.uuid4().hex}")
+
+    def backend(self) -> Backend:
+        return RedisBackend(self.config)
+
+
+class TestRedis(Conformance):
+    """The conformance suite: K25, K26, K30, K35, K43, K64."""
+
+    @pytest.fixture
+    def medium(self, redis_server: Redis) -> Medium:
+        return OnRedis(redis_server)
+
+
+@pytest.fixture
+def config(redis_server: Redis) -> RedisConfig:
+    return RedisConfig(redis_server.url, "one", 8 * MIB, prefix=f"t{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Redis]:
+    server = Redis(tmp_path)
+    yield server
+    server.stop()
+
+
+def rig(config: RedisConfig) -> Rig:
+    return Rig(RedisBackend(config), "redis", CONFIG).start()
+
+
+# -- the tier -----------------------------------------------------------------------------------
+
+
+def test_a_flush_is_misses_and_the_accounts_follow(config: RedisConfig) -> None:
+    import redis
+
+    it = rig(config)
+    many = list(chunks(6))
+    it.do([c.write() for c in many])
+    client = redis.Redis.from_url(config.url)
+    for name in client.scan_iter(f"{config.prefix}:*"):
+        client.delete(name)
+    client.close()
+    assert {d.answer for d in it.do([c.read() for c in many])} == {Answer.MISS}
+    assert it.tier.usage().used_bytes == 0 and it.tier.state is State.READY
+    assert {d.answer for d in it.do([c.write() for c in many])} == {Answer.OK}
+    it.close()
+
+
+def test_a_full_server_refuses_stores_and_reads_on(tmp_path: Path) -> None:
+    server = Redis(tmp_path, "--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
+    it = rig(RedisConfig(server.url, "one", 64 * MIB))
+    many = list(chunks(40, 200_000))
+    answers = [it.one(c.write()).answer for c in many]
+    assert set(answers) == {Answer.OK, Answer.NO_SPACE} and it.tier.state is State.READY
+    assert it.one(many[0].read()).answer is Answer.OK
+    assert it.one(many[0].delete()).answer is Answer.OK
+    it.close()
+    server.stop()
+
+
+def test_a_server_that_goes_away_is_degraded_and_heals_without_wrong_hits(own: Redis) -> None:
+    it = rig(RedisConfig(own.url, "one", 8 * MIB, timeout_s=0.5))
+    chunk = Chunk(1)
+    it.one(chunk.write())
+    own.stop()
+    began = time.monotonic()
+    answers = {it.one(chunk.read()).answer for _ in range(5)}
+    assert answers == {Answer.FAILED, Answer.OFF} and time.monotonic() - began < 5
+    own.start()  # empty: nothing was saved
+    it.until(lambda: it.tier.state is State.READY)
+    assert it.one(chunk.read()).answer is Answer.MISS
+    assert it.one(chunk.write()).answer is Answer.OK
+    it.close()
+
+
+def test_bytes_that_do_not_hold_are_deleted_and_heal(config: RedisConfig) -> None:
+    """K35"""
+    import redis
+
+    it, client = rig(config), redis.Redis.from_url(config.url)
+    chunk = Chunk(1)
+    for at in (5_000, 100, 508):
+        it.one(chunk.write())
+        (name,) = client.scan_iter(f"{config.prefix}:c1:*")
+        old = client.getrange(name, at, at)
+        client.setrange(name, at, bytes((old[0] ^ 1,)))
+        assert it.one(chunk.read()).answer is Answer.CORRUPT
+        assert it.one(chunk.read()).answer is Answer.MISS and not client.exists(name)
+    it.one(chunk.write())
+    client.append(name, b"x")
+    assert it.one(chunk.read()).answer is Answer.CORRUPT
+    client.set(name, b"short")
+    assert it.one(chunk.read()).answer is Answer.CORRUPT
+    assert it.one(chunk.write()).answer is Answer.OK
+    client.close()
+    it.close()
+
+
+def test_only_what_this_installation_wrote_is_deleted(config: RedisConfig) -> None:
+    one, two = rig(config), rig(config._replace(installation="two"))
+    chunk = Chunk(1)
+    one.one(chunk.write())
+    assert two.one(chunk.write()).answer is Answer.EXISTS and two.tier.usage().chunks == 0
+    assert two.one(chunk.delete()).answer is Answer.MISS
+    assert two.one(chunk.read()).answer is Answer.OK
+    assert one.one(chunk.delete()).answer is Answer.OK
+    assert two.one(chunk.read()).answer is Answer.MISS
+    one.close()
+    two.close()
+
+
+def test_a_wrong_password_is_refused_at_start_without_telling_it(tmp_path: Path) -> None:
+    """K72"""
+    server = Redis(tmp_path, "--requirepass", "right")
+    url = f"redis://127.0.0.1:{server.port}/0"
+    for wrong in (url, url.replace("//", "//:wrongpass@")):
+        with pytest.raises(ConfigError, match=r"tier redis: redis://127") as refused:
+            RedisBackend(RedisConfig(wrong, "one", 8 * MIB)).open()
+        assert "wrongpass" not in str(refused.value)
+    (tmp_path / "password").write_text("right\n")
+    backend = RedisBackend(
+        RedisConfig(url, "one", 8 * MIB, password_file=str(tmp_path / "password"))
+    )
+    backend.open()
+    backend.close()
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"url": "http://x"}, "give redis://"), ({"limit_bytes": 1}, "too small"),
+        ({"installation": ""}, "empty"), ({"password_file": "/no"}, "password_file"),
+    ],
+)  # fmt: skip
+def test_settings_are_checked(how: dict[str, object], says: str) -> None:
+    config = RedisConfig("redis://127.0.0.1:1/0", "one", 8 * MIB)
+    with pytest.raises(ConfigError, match=f"tier redis: .*{says}"):
+        RedisBackend(config._replace(**how)).open()  # type: ignore[arg-type]
+
+
+def test_without_redis_py_the_extra_is_named() -> None:
+    code = (
+        "import sys; sys.modules['redis'] = None\n"
+        "from kvd.tiers.redis import RedisBackend, RedisConfig\n"
+        "from kvd.errors import ConfigError\n"
+        "try: RedisBackend(RedisConfig('redis://h', 'one', 1 << 23)).open()\n"
+        "except ConfigError as e: print(e)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'kvd[redis]'" in done.stdout
+
+
+# -- the directory ------------------------------------------------------------------------------
+
+
+def entry(chunk: Chunk, where: str = "s3://bucket/kvd") -> Entry:
+    return Entry(where, chunk.header)
+
+
+def test_what_one_daemon_told_another_finds(config: RedisConfig) -> None:
+    a, b = Directory(config), Directory(config._replace(installation="two"))
+    many = list(chunks(5))
+    assert a.tell([entry(c) for c in many[:3]])
+    found = b.find([c.key for c in many])
+    assert found == [entry(c) for c in many[:3]] + [None, None]
+    b.tell([entry(many[0], "s3://other/kvd")])
+    assert a.find([many[0].key])[0].where == "s3://other/kvd"  # type: ignore[union-attr]
+    a.forget([many[0].key, many[1].key])
+    assert [e is not None for e in b.find([c.key for c in many])] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
+    b.heal([many[2].key])
+    assert a.find([many[2].key]) == [None]
+    assert b.counters["hits"] == 5 and b.counters["healed"] == 1
+    a.close()
+    b.close()
+
+
+def test_entries_end_unless_they_are_told_again(config: RedisConfig) -> None:
+    """A daemon that was killed is forgotten."""
+    it = Directory(config._replace(ttl_s=0.3))
+    one, two = chunks(2)
+    it.tell([entry(one), entry(two)])
+    time.sleep(0.2)
+    it.tell([entry(two)])
+    time.sleep(0.2)
+    assert [e is not None for e in it.find([one.key, two.key])] == [False, True]
+    it.close()
+
+
+def test_nonsense_in_the_directory_is_no_hit(config: RedisConfig) -> None:
+    import redis
+
+    it, client = Directory(config), redis.Redis.from_url(config.url)
+    chunk, other = chunks(2)
+    it.tell([entry(chunk)])
+    (name,) = client.scan_iter(f"{config.prefix}:d1:*")
+    (field,) = client.hkeys(name)
+    good = entry(chunk).pack()
+    for bad in (
+        b"",
+        b"x",
+        good[:-1],
+        good + b"x",
+        good[:40] + bytes((good[40] ^ 1,)) + good[41:],
+        entry(other).pack(),
+    ):
+        client.hset(name, field, bad)
+        assert it.find([chunk.key]) == [None]
+    assert it.counters["bad"] == 6
+    client.close()
+    it.close()
+
+
+def test_a_directory_that_is_away_says_not_known_at_once_and_comes_back(own: Redis) -> None:
+    it = Directory(RedisConfig(own.url, "one", 8 * MIB, timeout_s=0.3))
+    chunk = Chunk(1)
+    assert it.tell([entry(chunk)])
+    own.stop()
+    began = time.monotonic()
+    for _ in range(200):
+        assert it.find([chunk.key]) == [None]
+        assert not it.tell([entry(chunk)])
+    it.heal([chunk.key])
+    it.forget([chunk.key])
+    assert time.monotonic() - began < 2 and not it.available and it.last_error
+    own.start()
+    end = time.monotonic() + 10
+    while not it.tell([entry(chunk)]):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert it.find([chunk.key]) == [entry(chunk)] and it.available
+    it.close()
