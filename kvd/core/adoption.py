@@ -84,6 +84,8 @@ class Adoption:
         self._slots(sizes, spots)
         for new in rows:
             self._recency(new)
+        if store.layered:
+            store.recount_all()
         if self._earlier and lease_horizon > store.now:
             store.hold = True
             store.timers.add(lease_horizon, "hold", 0)
@@ -215,7 +217,7 @@ class Adoption:
         shard = records["shard"][mine].astype(np.int64)
         good = (records["shard_count"][mine] == space.shards) & (shard < space.shards)
         nbytes = np.array(space.nbytes)[np.where(good, shard, 0)]
-        good &= (records["length"][mine] == nbytes) & (sizes == _round(nbytes))
+        good &= (records["length"][mine] == nbytes) & (sizes == pages(nbytes))
         good &= (records["tokens"][mine] >= 1) & (
             records["tokens"][mine] <= space.spec.chunk_tokens
         )
@@ -224,8 +226,8 @@ class Adoption:
         mine, shard = mine[good], shard[good]
         if not len(mine):
             return np.zeros((0, 2), np.int64), mine
-        words = _bytes(records["chunk"][mine]).view(np.uint64)
-        place, firsts = self._chunks(words, space)
+        words = raw(records["chunk"][mine]).view(np.uint64)
+        place, firsts = self.by_chunk(words, space)
         lead = mine[firsts]  # the record that describes each chunk
         count = len(lead)
         base, first = chunks.take_rows(count), cells.take_rows(count * space.shards)
@@ -233,7 +235,7 @@ class Adoption:
             self._reject(where[mine], "geometry")
             return np.zeros((0, 2), np.int64), mine[:0]
         row = base + place
-        self._describe(space, records, lead, base, words[firsts])
+        self.describe(space, records, lead, base, words[firsts])
         store.index.load(base, count)
         keep = self._consistent(records, mine, lead[row - base], row, shard, space)
         keep &= self._link(space, records, mine, lead, base, row)
@@ -249,7 +251,7 @@ class Adoption:
         cells.np_state[cell] = col.READY
         cells.np_marks[first : first + count * space.shards] = col.ADOPTED
         cells.np_marks[cell] |= np.where(sealed, col.SEALED | col.UNVERIFIED, 0).astype(np.uint8)
-        cells.np_digest[cell] = _bytes(records["digest"][mine])
+        cells.np_digest[cell] = raw(records["digest"][mine])
         np.add.at(chunks.np_ready, row, 1)
         store.unsealed.extend(cell[~sealed].tolist())
         own = store.counters.own
@@ -262,7 +264,7 @@ class Adoption:
             store.settle(empty)
         return np.stack([where[mine], cell], axis=1), there
 
-    def _chunks(self, words: NDArray[np.uint64], space: Space) -> tuple[Rows, Rows]:
+    def by_chunk(self, words: NDArray[np.uint64], space: Space) -> tuple[Rows, Rows]:
         """Records by chunk, from their keys as [records, 4] words: (number of each record's
         chunk, first record of each chunk)."""
         mark = self._store.index.mix(words, space.number)
@@ -292,7 +294,7 @@ class Adoption:
             row
         ):  # several records of one chunk
             for name in ("parent", "fingerprint"):
-                keep &= (_bytes(records[name][mine]) == _bytes(records[name][lead])).all(axis=1)
+                keep &= (raw(records[name][mine]) == raw(records[name][lead])).all(axis=1)
             for name in ("index", "tokens", "pos0"):
                 keep &= records[name][mine] == records[name][lead]
             flags = ~np.uint32(HeaderFlag.SEALED)
@@ -303,7 +305,7 @@ class Adoption:
             keep &= once
         return keep
 
-    def _describe(
+    def describe(
         self,
         space: Space,
         records: NDArray[np.void],
@@ -316,7 +318,7 @@ class Adoption:
         chunks.np_space[rows] = space.number
         chunks.np_key[rows] = words
         chunks.np_child[rows] = chunks.np_cell[rows] = NONE
-        chunks.np_print[rows] = _bytes(records["fingerprint"][lead]).view(np.uint64)
+        chunks.np_print[rows] = raw(records["fingerprint"][lead]).view(np.uint64)
         chunks.np_index[rows] = index = records["index"][lead]
         chunks.np_tokens[rows] = records["tokens"][lead]
         chunks.np_flags[rows] = records["flags"][lead] & ~np.uint32(HeaderFlag.SEALED)
@@ -345,7 +347,7 @@ class Adoption:
         if not space.chained:
             return np.ones(len(mine), bool)
         parents = records["parent"][lead]
-        rooted = (_bytes(parents) == 0).all(axis=1)
+        rooted = (raw(parents) == 0).all(axis=1)
         parent = np.full(count, NONE, np.int64)
         some = np.flatnonzero(~rooted)
         for begin in range(0, len(some), _STRIDE):
@@ -402,7 +404,7 @@ class Adoption:
         space = store.spaces.of(chunks.space[int(rows[0])])
         queue = space.queues[1]
         store.residents[queue] += len(rows)
-        order = self._coldest_first(rows)
+        order = self.coldest_first(rows)
         store.guard(
             lambda: store.policy.load(
                 order,
@@ -414,7 +416,7 @@ class Adoption:
             )
         )
 
-    def _coldest_first(self, rows: Rows) -> Rows:
+    def coldest_first(self, rows: Rows) -> Rows:
         """Rows by the youngest chunk in the subtree of each, deeper ones first: no chunk stands
         before its own descendants."""
         chunks = self._store.chunks
@@ -435,14 +437,15 @@ class Adoption:
 
 def _word(column: NDArray[Any], rows: Rows) -> NDArray[np.uint64]:
     """The first 8 bytes of a column of 32-byte values."""
-    return np.ascontiguousarray(_bytes(column[rows])[:, :8]).view(np.uint64).reshape(-1)
+    return np.ascontiguousarray(raw(column[rows])[:, :8]).view(np.uint64).reshape(-1)
 
 
-def _bytes(column: NDArray[Any]) -> NDArray[np.uint8]:
+def raw(column: NDArray[Any]) -> NDArray[np.uint8]:
     """A column of n-byte values as [rows, n]."""
     packed = np.ascontiguousarray(column)
     return packed.view(np.uint8).reshape(len(packed), packed.dtype.itemsize)
 
 
-def _round(nbytes: NDArray[Any]) -> NDArray[Any]:
+def pages(nbytes: NDArray[Any]) -> NDArray[Any]:
+    """Sizes rounded up to 4 KiB."""
     return -(-nbytes // 4096) * 4096

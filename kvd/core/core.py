@@ -25,6 +25,7 @@ from kvd.core.fetches import Fetches
 from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.leases import Lease, Leases
 from kvd.core.listing import Listing
+from kvd.core.recovery import Found, Recovery
 from kvd.core.reserves import Request, Reserves
 from kvd.core.rooms import Rooms
 from kvd.core.sealing import Seals
@@ -70,6 +71,7 @@ class Core:
         self._seals = Seals(self._store)
         self._listing = Listing(self._store, self._writes, self._rooms)
         self._adoption = Adoption(self._store, self._writes, self._jobs)
+        self._recovery = Recovery(self._store, self._jobs, self._adoption)
         self._begun: int | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.OpenSession: self._open_session,
@@ -95,6 +97,7 @@ class Core:
             ev.TierWritten: self._tier_written,
             ev.TierReadDone: self._tier_read,
             ev.TierDeleted: self._tier_deleted,
+            ev.TierRecovered: self._tier_recovered,
             ev.Tick: self._tick,
             ev.Drain: self._drain,
         }
@@ -145,6 +148,21 @@ class Core:
         self._seals.pump()
         return store.out
 
+    def recover(
+        self,
+        tier: int,
+        records: NDArray[Any],
+        at: NDArray[Any],
+        generation: NDArray[Any],
+        now: int,
+    ) -> list[ac.Action]:
+        """Take up all that lies in a tier below, at once. Pre: after `adopt`, before the first
+        event of a client."""
+        store = self._begin(now)
+        lower = store.ladder.lowers[tier]
+        self._recovery.whole(Found(lower, records, at, generation))
+        return store.out
+
     @property
     def busy(self) -> bool:
         """Whether a Tick would go on with work that is under way."""
@@ -188,7 +206,11 @@ class Core:
             self._writes,
             uptime,
             namespace,
-            {"moving": self._demotions.moving, "fetches_queued": self._fetches.queued},
+            {
+                "moving": self._demotions.moving,
+                "fetches_queued": self._fetches.queued,
+                "records_waiting": self._recovery.waiting,
+            },
         )
 
     # -- time -----------------------------------------------------------------------------------
@@ -260,6 +282,11 @@ class Core:
             self._store.counters.own["shards_deleted", event.answer.value] += 1
             self._rooms.deleted(job)
 
+    def _tier_recovered(self, event: ev.TierRecovered) -> None:
+        lower = self._store.ladder.lowers[event.tier]
+        found = Found(lower, event.records, event.at, event.generation)
+        self._jobs.start(self._recovery.slices(found))
+
     def _tier_late(self, number: int) -> None:
         """A job did not come back in time."""
         job = self._store.ladder.late(number)
@@ -279,6 +306,7 @@ class Core:
             raise InternalError(f"session {event.session} is open already")
         self._store.sessions.open(Session(*event))
         self._store.spaces.name(event.namespace)
+        self._recovery.known()
         self._store.counters.own["sessions_opened", ""] += 1
 
     def _close_session(self, event: ev.CloseSession) -> None:
@@ -502,4 +530,5 @@ class Core:
                 f"{len(specs)} specs are registered, at most {self.config.max_specs} are kept"
             )
         self._store.spaces.register(event.spec)
+        self._recovery.known()
         self._reply(event, ac.SpecResult(event.spec.digest))

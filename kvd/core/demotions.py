@@ -95,9 +95,11 @@ class Demotions:
     def _level(self, size: int, slots: int) -> None:
         """Demote of a class if it is above its high mark."""
         store, config = self._store, self._store.config
+        if not slots:
+            return
         free = slots - store.slabs.used[size]
         coming = self._coming.get(size, 0)
-        if free + coming >= max(1, ceil(slots * (1 - config.high))) or not slots:
+        if free + coming >= max(1, ceil(slots * (1 - config.high))):
             return
         if size in self._running or store.now < self._not_before.get(size, 0):
             return

@@ -96,6 +96,17 @@ class Store:
     def unix_ns(self) -> int:
         return self.now + self.config.unix_offset_ns
 
+    def recount_all(self) -> None:
+        """`recount` of all rows at once, after adoption. Pre: nothing lies below yet."""
+        chunks = self.chunks
+        used = slice(0, chunks.used)
+        here = (chunks.np_ready[used] | chunks.np_writing[used] | chunks.np_bad[used]) > 0
+        here &= chunks.np_space[used] != 0
+        chunks.np_tally[used][here] = col.HERE
+        parents = chunks.np_parent[used][here]
+        parents = parents[parents != NONE]
+        chunks.np_kids[used] = np.bincount(parents, minlength=chunks.used)
+
     # -- rows -----------------------------------------------------------------------------------
 
     def add_chunk(self, space: Space, key: bytes, parent: int, index: int) -> int:

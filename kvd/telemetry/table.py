@@ -233,6 +233,7 @@ _ALL = (
             "quarantined",
         ),
     ),
+    Metric("records_recovered", _C, "records", "Records in tiers below taken up."),
     # tiers below
     Metric(
         "demotions",
@@ -354,6 +355,12 @@ _ALL = (
         "transient_bytes", _G, "bytes", "Slots of first hits from below, until their lease ends."
     ),
     Metric("moving", _G, "chunks", "Chunks on their way down."),
+    Metric(
+        "records_waiting",
+        _G,
+        "records",
+        "Records in tiers below whose spec or namespace nobody has named yet.",
+    ),
     Metric("fetches_queued", _G, "shards", "Shards that wait to be read from below."),
 )
 

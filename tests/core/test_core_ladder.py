@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from world import KIB, LookupFlag, O, S, World, chain, content, key, refs_of, spec
 
@@ -379,6 +380,92 @@ def test_the_next_tier_serves_what_the_first_can_not() -> None:
     world.do(read)
     got = world.ask(ev.Wait(client.number, 0, found.load.transfer, 0, world.now + S))
     assert list(got.outcomes) == [O.OK]
+
+
+def test_a_restart_takes_up_what_lies_below_without_reading_it() -> None:
+    world = ladder()
+    client = filled(world)
+    before = {r["hash"]: r["tiers"] for r in client.list("chunks")}
+    world.locks.clear()
+    world.auto = False
+    world.restart()
+    assert not [j for j in world.jobs if isinstance(j, ac.TierRead)]
+    client = world.open(admin=True)
+    assert {r["hash"]: r["tiers"] for r in client.list("chunks")} == before
+    assert world.stat()["tiers"][1]["chunks"] == len(world.shelves[0].there)
+    client.register(ONE)
+    world.auto = True
+    for n in range(12):
+        found = client.lookup(ONE, chain(n, 4), LOAD)
+        assert found.leading == 4
+        client.release(found.lease)
+    assert world.counter("shards_fetched", "ok") > 0
+
+
+def dram_is_lost(world: World) -> None:
+    """As after a reboot."""
+    world.locks.clear()
+    world.memory.clear()
+    world.slot_sizes = [0] * len(world.slot_sizes)
+
+
+def test_without_dram_the_tier_alone_brings_everything_back_once_its_spec_is_known() -> None:
+    world = ladder(tier={"policy": WritePolicy.THROUGH})
+    filled(world, 5)
+    dram_is_lost(world)
+    world.core._store.spaces.specs.clear()
+    world.core._store.spaces.namespaces.clear()
+    world.restart()
+    assert world.stat()["counters"]["records_waiting"] == 20
+    client = world.open(admin=True)
+    assert world.stat()["counters"]["records_waiting"] == 20
+    client.register(ONE)
+    world.settle()
+    assert world.stat()["counters"]["records_waiting"] == 0
+    for n in range(5):
+        found = client.lookup(ONE, chain(n, 4), LOAD)
+        assert (found.leading, found.tiers) == (4, b"\1\1\1\1")
+        client.release(found.lease)
+    assert client.list("prefixes")[0]["depth"] == 4
+
+
+def test_records_that_fit_nothing_are_deleted_there() -> None:
+    world = ladder(tier={"policy": WritePolicy.THROUGH})
+    filled(world, 3)
+    shelf = world.shelves[0]
+    names = [n for n in shelf.there if n[3] in chain(0, 4)]
+    at, generation, header, payload = shelf.there[names[1]]
+    shelf.there[names[1]] = (at, generation, header._replace(length=5), payload)
+    at, generation, header, payload = shelf.there[names[2]]
+    shelf.there[names[2]] = (at, generation, header._replace(index=7), payload)
+    dram_is_lost(world)
+    world.restart()
+    world.work()
+    assert world.counter("records_rejected", "geometry") == 1
+    assert names[1] not in shelf.there
+    client = world.open(admin=True)
+    client.register(ONE)
+    assert client.lookup(ONE, chain(0, 4)).leading == 1
+    assert client.lookup(ONE, chain(1, 4)).leading == 4
+
+
+def test_records_told_later_are_taken_up_beside_everything_else() -> None:
+    world = ladder(tier={"policy": WritePolicy.THROUGH})
+    filled(world, 5)
+    records, at, generation = world.shelves[0].records()
+    other = ladder(tier={"policy": WritePolicy.THROUGH})
+    other.shelves = world.shelves
+    client = other.open(admin=True)
+    client.register(ONE)
+    order = np.random.default_rng(3).permutation(len(at))
+    for part in np.array_split(order, 7):
+        other.handle(ev.TierRecovered(0, records[part], at[part], generation[part]))
+        other.settle()
+    for n in range(5):
+        found = client.lookup(ONE, chain(n, 4), LOAD)
+        assert (found.leading, found.tiers) == (4, b"\1\1\1\1")
+        client.release(found.lease)
+    assert other.stat()["tiers"][1]["chunks"] == 20
 
 
 def test_no_memory_of_a_tier_without_one() -> None:

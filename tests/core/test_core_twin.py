@@ -347,12 +347,12 @@ class CoreMachine(RuleBasedStateMachine):
         number, lease = list(self.twin.leases.items())[n % len(self.twin.leases)]
         client = self.client(m)
         result, actions = self.request(ev.Release(client.number, 0, number))
-        self.twin.followed(actions)
         if self.twin.may_use(client.number, number):
             assert result == ac.LeaseResult(0, len(lease.keys))
             del self.twin.leases[number]
         else:
             assert isinstance(result, ac.Fail)
+        self.twin.followed(actions)
 
     # -- evictions by command -------------------------------------------------------------------
 
@@ -407,6 +407,34 @@ class CoreMachine(RuleBasedStateMachine):
         self.twin.followed(actions)
         self.settle()
 
+    @rule(n=numbers, s=which, tier=st.sampled_from(["dram", "dram", "dram", "nvme"]))
+    @precondition(lambda self: self.tiers)
+    def leave_one_tier(self, n: int, s: int, tier: str) -> None:
+        client = next(iter(self.clients.values()))
+        selector = ev.Selector(spec=SPECS[s].digest, tier=tier)
+        event = ev.Evict(client.number, 0, selector, False, 0, 1000)
+        result, actions = self.request(event)
+        self.twin.evicted(event, result, actions)
+        self.settle()
+
+    @rule(n=numbers, m=numbers)
+    @precondition(lambda self: any(c.below and not c.shards for c in self.twin.chunks.values()))
+    def load_from_below(self, n: int, m: int) -> None:
+        """Its whole chain, as far as it goes."""
+        below = [key for key, c in self.twin.chunks.items() if c.below and not c.shards]
+        self.look_up_what_is_there(list(self.twin.chunks).index(below[n % len(below)]), m, True)
+
+    @rule(n=numbers, s=which, path=paths)
+    @precondition(lambda self: self.tiers)
+    def store_and_push_down(self, n: int, s: int, path: tuple[str, int]) -> None:
+        self.reserve(n, s, path, 0, DEPTH, False, False, False, 30 * S, True)
+        for _ in range(40):
+            jobs = [j for j in self.world.jobs if isinstance(j, ac.Seal | ac.TierWrite)]
+            if not jobs:
+                break
+            self.work(self.world.jobs.index(jobs[0]), 5)
+        self.leave_one_tier(n, s, "dram")
+
     @rule(tier=numbers, n=numbers, gone=st.booleans())
     @precondition(lambda self: any(shelf.there for shelf in self.world.shelves))
     def tier_loses_something(self, tier: int, n: int, gone: bool) -> None:
@@ -451,7 +479,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(n=numbers, survivors=st.booleans(), torn=rarely, now=rarely)
     def restart(self, n: int, survivors: bool, torn: bool, now: bool) -> None:
-        if not now or self.tiers:
+        if not now:
             return
         alive = [c for c in [*self.clients.values(), *self.gone] if c.public_id in self.world.locks]
         if not survivors:
@@ -496,10 +524,18 @@ TestCoreAgainstItsTwin = CoreMachine.TestCase
 class LadderMachine(CoreMachine):
     """The same over tiers that lose things, refuse, hang, and answer in any order."""
 
-    tiers = (
-        TierConfig("nvme", 400 * KIB, read_ns=2 * S, write_ns=2 * S, reads=2, writes=3),
-        TierConfig("s3", 2000 * KIB, policy=WritePolicy.ON_SECOND_HIT, first_alone=False),
+    @initialize(
+        policy=st.sampled_from(["lru", "lru", *sorted(POLICIES)]),
+        manual=st.booleans(),
+        through=st.booleans(),
     )
+    def start(self, policy: str, manual: bool, through: bool = False) -> None:
+        when = WritePolicy.THROUGH if through else WritePolicy.ON_DEMOTE
+        self.tiers = (
+            TierConfig("nvme", 400 * KIB, when, read_ns=2 * S, write_ns=2 * S, reads=2, writes=3),
+            TierConfig("s3", 2000 * KIB, WritePolicy.ON_SECOND_HIT, first_alone=False),
+        )
+        super().start(policy, manual)
 
 
 LadderMachine.TestCase.settings = settings(

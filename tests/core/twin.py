@@ -379,7 +379,8 @@ class Twin:
         """Follow a reserve key by key beside the actions that it caused."""
         session = self.sessions[event.session]
         space = (session.namespace, event.spec, event.kind)
-        stream = [a for a in actions if not isinstance(a, ac.Reply | ac.Fail)]
+        replied = next(n for n, a in enumerate(actions) if isinstance(a, ac.Reply))
+        stream, after = list(actions[:replied]), actions[replied + 1 :]
         refs = refs_of(result.refs)
         items: list[Item | None] = []
         hashes = [event.hashes[i : i + 32] for i in range(0, len(event.hashes), 32)]
@@ -454,6 +455,8 @@ class Twin:
                 self.generations[action.record] = action.generation or 0
             else:
                 self.take(action)
+        self.busy_keys.clear()
+        self.followed(after)
         assert not refs
         assert bool(result.write) == any(item is not None for item in items)
         if ended is O.NO_SPACE:
@@ -711,7 +714,10 @@ class Twin:
         matching = {key for key in self.chunks if self._meant(key, event)}
         for key in matching:
             chunk = self.chunks[key]
-            if chunk.count("writing") and not event.dry_run and self._marked(key, event, result):
+            below_only = event.selector.tier not in (None, "dram")
+            if below_only or event.dry_run:
+                continue
+            if chunk.count("writing") and self._marked(key, event, result):
                 for write in self.writes.values():
                     for item in write.items:
                         if item is not None and item.key == key and item.phase == "open":
@@ -763,6 +769,11 @@ class Twin:
         if selector == ev.Selector():
             return False
         if selector.namespace is not None and key[0] != selector.namespace:
+            return False
+        chunk = self.chunks[key]
+        if selector.tier == "dram" and not chunk.shards:
+            return False
+        if selector.tier == "nvme" and not any(tier == 0 for tier, _ in chunk.below):
             return False
         if selector.spec is not None and key[1] != selector.spec:
             return False
@@ -844,11 +855,24 @@ class Twin:
                 chunk.shards[header.shard] = Shard("ready", record, sealed, not sealed, True)
                 self.hand[record] = "ready"
         self.chunks = hits_gone
+        self._recovered()
         self.earlier = set(locked)
         self.hold_until = None
         if locked and self.world.horizon > self.world.now:
             self.hold_until = self.world.horizon
         self.generations = {r: h.generation for r, h in self.world.memory.items()}
+
+    def _recovered(self) -> None:
+        """What lies in tiers is there again, if it says of its chunk what DRAM's record says."""
+        self.fetching.clear()
+        self.told_up = set(range(len(self.world.shelves)))
+        for tier, shelf in enumerate(self.world.shelves):
+            for _, _, header, _ in shelf.there.values():
+                key = self.key_of(header)
+                chunk = self.chunks.setdefault(
+                    key, Chunk(header.parent, header.index, header.fingerprint)
+                )
+                chunk.below.add((tier, header.shard))
 
     # -- the whole state ------------------------------------------------------------------------
 
@@ -925,7 +949,7 @@ class Twin:
             elif header.state is State.CONDEMNED:
                 assert kind == "condemned"
             elif header.state is State.FREE:
-                assert kind in (None, "held", "condemned")
+                assert kind in (None, "held", "condemned", "fetch")
 
 
 def _numbers(items: bytes | None) -> list[int] | None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvd.chunk import (
+    IDENTITY_DTYPE,
     NO_PARENT,
     RECORD_DTYPE,
     ChunkHeader,
@@ -78,6 +79,13 @@ class Shelf:
 
     def room(self, length: int) -> int:
         return (self.limit - self.used) // length
+
+    def records(self) -> tuple[Any, Any, Any]:
+        """What `Tier.recover` tells: records, places."""
+        held = list(self.there.values())
+        raw = b"".join(header.pack()[: IDENTITY_DTYPE.itemsize] for _, _, header, _ in held)
+        at = np.array([x[0] for x in held], np.uint64)
+        return np.frombuffer(raw, IDENTITY_DTYPE), at, at + np.uint64(1000)
 
     def write(self, job: ac.TierWrite, payload: bytes) -> ev.TierWritten:
         header = job.header
@@ -164,6 +172,7 @@ class World:
         self._sessions = 0
         self.locks: set[bytes] = set()
         self._start()
+        self._tiers(recover=False)
 
     # -- the daemon's life ----------------------------------------------------------------------
 
@@ -173,8 +182,6 @@ class World:
         self.config = config
         self.core = Core(config, lambda: make_policy(self.policy))
         self.core.grow(config.size)
-        for n in range(len(self.shelves)):
-            self.core.handle(ev.TierState(n, True, True), self.now)
 
     def restart(self, torn: Sequence[int] = ()) -> list[ac.Action]:
         """SIGKILL and a new life. `torn`: records that don't hold any more."""
@@ -200,6 +207,17 @@ class World:
             list(torn),
         )
         self._carry(actions)
+        return actions + self._tiers(recover=True)
+
+    def _tiers(self, *, recover: bool) -> list[ac.Action]:
+        """The tiers below are there, with what an earlier life left in them."""
+        actions: list[ac.Action] = []
+        for n, shelf in enumerate(self.shelves):
+            if recover and shelf.there:
+                told = self.core.recover(n, *shelf.records(), self.now)
+                self._carry(told)
+                actions += told
+            self.core.handle(ev.TierState(n, True, True), self.now)
         return actions
 
     # -- events ---------------------------------------------------------------------------------
