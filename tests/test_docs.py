@@ -83,7 +83,7 @@ def _code(page: Path) -> str:
 def test_operations_lists_every_setting_with_its_default() -> None:
     """| `arena.size` | `--arena-size` | `KVD_ARENA_SIZE` | `1GiB` | … |"""
     text = (ROOT / "docs" / "operations.md").read_text()
-    lines = [line for line in text.splitlines() if re.match(r"\| `[a-z_.]+` \| `--", line)]
+    lines = [line for line in text.splitlines() if re.match(r"\| `[a-z0-9_.]+` \| `--", line)]
     cells = [[cell.strip("` ") for cell in line.strip().strip("|").split("|")] for line in lines]
     rows = {name: rest[:3] for name, *rest in cells}
     wanted = {}

@@ -326,6 +326,16 @@ class Tier(ABC):
     @abstractmethod
     def state(self) -> State: ...
 
+    @property
+    def readable(self) -> bool:
+        """Whether a read handed over now would be tried. From any thread."""
+        return self.state is State.READY
+
+    @property
+    def writable(self) -> bool:
+        """Whether a write would be."""
+        return self.state is State.READY
+
     @abstractmethod
     def close(self) -> None:
         """Finish what is running, answer what is queued with OFF, let go of the medium. Blocks

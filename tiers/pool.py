@@ -192,6 +192,14 @@ class PooledTier(Tier):
             return State.READY
         return State.DEGRADED
 
+    @property
+    def readable(self) -> bool:
+        return self.state is not State.OFF and self._read_breaker.state is BreakerState.CLOSED
+
+    @property
+    def writable(self) -> bool:
+        return self.state is not State.OFF and self._write_breaker.state is BreakerState.CLOSED
+
     # -- jobs -----------------------------------------------------------------------------------
 
     def submit(self, jobs: Sequence[Job]) -> None:

@@ -3,7 +3,7 @@
 The law of this package: it is pure. No I/O, no clock, no threads, no sockets.
 """
 
-from kvd.core.config import CoreConfig
+from kvd.core.config import CoreConfig, TierConfig, WritePolicy
 from kvd.core.core import Core
 
-__all__ = ["Core", "CoreConfig"]
+__all__ = ["Core", "CoreConfig", "TierConfig", "WritePolicy"]

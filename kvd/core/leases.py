@@ -243,10 +243,14 @@ class Leases:
         states = {store.cells.state[first + shard] for shard in shards}
         if col.BAD in states:
             return "quarantined"
-        if chunks.below[row] and all(store.ladder.reachable(first + s) for s in shards):
-            return "orphan"
-        if chunks.below[row] and states <= {col.READY, col.ABSENT}:
-            return "away" if self._all_below(first, shards) else "partial"
+        if chunks.below[row]:
+            reach = [store.ladder.reachable(first + shard) for shard in shards]
+            if all(reach):
+                return "orphan"
+            if self._all_below(first, shards):
+                return "away"
+            if any(reach):
+                return "partial"
         if states == {col.READY}:
             return "orphan"
         if col.READY in states:
@@ -258,7 +262,10 @@ class Leases:
         store = self._store
         return all(
             store.cells.state[first + shard] == col.READY
-            or any(lower.state[first + shard] for lower in store.ladder.lowers)
+            or (
+                store.cells.state[first + shard] == col.ABSENT
+                and any(lower.state[first + shard] for lower in store.ladder.lowers)
+            )
             for shard in shards
         )
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvd.arena import ArenaOwner
 from kvd.chunk import KVSpec
-from kvd.core import Core, CoreConfig
+from kvd.core import Core, CoreConfig, TierConfig
 from kvd.errors import SpecError
 from kvd.eviction.lru import Lru
 from kvd.server.config import Config
@@ -59,7 +59,7 @@ class Opened(NamedTuple):
     took_s: float
 
 
-def core_config(config: Config, arena: ArenaOwner) -> CoreConfig:
+def core_config(config: Config, arena: ArenaOwner, tiers: Sequence[TierConfig] = ()) -> CoreConfig:
     return CoreConfig(
         instance=config.instance,
         epoch=arena.epoch,
@@ -75,13 +75,23 @@ def core_config(config: Config, arena: ArenaOwner) -> CoreConfig:
         max_specs=config.max_specs,
         write_share=config.write_share,
         lease_share=config.lease_share,
+        tiers=tuple(tiers),
+        high=config.watermarks[0],
+        low=config.watermarks[1],
+        transient_share=config.transient_share,
+        room_wait_ns=int(config.room_wait_s * NS),
     )
 
 
-def open_core(config: Config, arena: ArenaOwner, namespaces: Sequence[str]) -> Opened:
+def open_core(
+    config: Config,
+    arena: ArenaOwner,
+    namespaces: Sequence[str],
+    tiers: Sequence[TierConfig] = (),
+) -> Opened:
     """A core over the arena, with what was adopted in it."""
     begun = time.monotonic()
-    core = Core(core_config(config, arena), Lru)
+    core = Core(core_config(config, arena, tiers), Lru)
     core.grow(arena.reserved)
     registry = SpecRegistry(arena, core)
     if not arena.adopted:

@@ -23,6 +23,7 @@ from kvd.server.transfers import Job, Transfers
 if TYPE_CHECKING:
     from kvd.arena import ArenaOwner
     from kvd.core import Core
+    from kvd.server.ladder import Ladder
 
 __all__ = ["Carrier"]
 
@@ -38,8 +39,10 @@ class Carrier:
         arena: ArenaOwner,
         transfers: Transfers,
         counters: Counters,
+        ladder: Ladder | None = None,
     ) -> None:
         self.core = core
+        self._ladder = ladder
         self._arena = arena
         self._transfers = transfers
         self._counters = counters
@@ -56,6 +59,9 @@ class Carrier:
             ac.Verify: self._start_verify,
             ac.Copy: self._start_copy,
         }
+        if ladder is not None:
+            for kind in (ac.TierWrite, ac.TierRead, ac.TierScrub, ac.TierDelete):
+                self._carry[kind] = ladder.add
 
     def feed(self, event: Any) -> None:
         """Give the core an event and carry out what it wants, now or after what is under way."""
@@ -97,6 +103,8 @@ class Carrier:
                 self._counters.reason("faults", "action")
                 if isinstance(action, ac.Reply):
                     self._give_up(action.request, error)
+        if self._ladder is not None:
+            self._ladder.flush()
 
     # -- replies --------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import difflib
 import grp
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -62,6 +63,46 @@ class Config:
     write_max_s: float
     write_share: float
     lease_share: float
+    watermarks: tuple[float, float]
+    transient_share: float
+    room_wait_s: float
+    installation: str | None
+    nvme_path: str | None
+    nvme_limit: int
+    nvme_write: str
+    nvme_read_s: float
+    nvme_write_s: float
+    nvme_scrub: int
+    nvme_slab_size: int | None
+    nvme_engine: str
+    nvme_reserve: int
+    nvme_preallocate: bool
+    nvme_workers: int
+    redis_url: str
+    redis_limit: int
+    redis_write: str
+    redis_read_s: float
+    redis_write_s: float
+    redis_scrub: int
+    redis_password_file: str | None
+    redis_prefix: str
+    redis_ttl_s: float
+    redis_workers: int
+    s3_bucket: str
+    s3_limit: int
+    s3_write: str
+    s3_read_s: float
+    s3_write_s: float
+    s3_scrub: int
+    s3_endpoint: str
+    s3_region: str
+    s3_addressing: str
+    s3_verify_tls: bool | str
+    s3_profile: str
+    s3_credentials_file: str | None
+    s3_prefix: str
+    s3_ttl_s: float
+    s3_workers: int
     namespaces: tuple[NamespaceRule, ...]
     admin_uids: tuple[int, ...]
     admin_group: str
@@ -145,6 +186,8 @@ def _check_together(config: Config) -> None:
             "arena.slab_size",
             f"more than 1/16 of arena.size, {most} bytes; lower it or raise arena.size",
         )
+    if config.watermarks[0] < config.watermarks[1]:
+        raise refuse("tiers.watermarks", "the high one is below the low one")
     if config.admin_group and _group_id(config.admin_group) is None:
         raise refuse("admin.group", "no such group; give the name or number of one that exists")
     if config.tcp_endpoint is not None:
@@ -178,7 +221,7 @@ def _from_file(file: str) -> Iterator[tuple[Setting, object, str]]:
         raise ConfigError(f"config file {file}: not valid TOML: {error}") from None
     origin = f"file {file}"
     sections = {setting.section for setting in SETTINGS}
-    for section, content in document.items():
+    for section, content in _tables(document):
         whole = find_setting(section)
         if whole is not None:
             yield whole, content, origin
@@ -194,6 +237,18 @@ def _from_file(file: str) -> Iterator[tuple[Setting, object, str]]:
             if setting is None:
                 raise _unknown(f"{section}.{key}", f"config file {file}")
             yield setting, value, origin
+
+
+def _tables(document: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """The tables of a document by name; those within `tiers` as `tiers.NAME`."""
+    for section, content in document.items():
+        if section != "tiers" or not isinstance(content, dict):
+            yield section, content
+            continue
+        yield section, {k: v for k, v in content.items() if not isinstance(v, dict)}
+        for name, inner in content.items():
+            if isinstance(inner, dict):
+                yield f"tiers.{name}", inner
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Setting, object, str]]:
@@ -212,7 +267,9 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Setting, obj
 def _unknown(name: str, where: str) -> ConfigError:
     names = [setting.name for setting in SETTINGS]
     key = name.rpartition(".")[2]
-    keys = {known.rpartition(".")[2]: known for known in names}
+    keys: dict[str, str] = {}
+    for known in names:
+        keys.setdefault(known.rpartition(".")[2], known)
     near_key = _nearest(key, list(keys))
     near = (
         (keys[near_key] if near_key else None)
@@ -254,6 +311,8 @@ def shown_settings(config: Config) -> list[dict[str, Any]]:
         value = getattr(config, setting.field)
         if not setting.key:
             value = [rule._asdict() for rule in value]
+        if setting.name == "tiers.redis.url":  # a password may stand in it
+            value = re.sub(r"//[^@/]*@", "//", value)
         origin = config.origins.get(setting.name, "default")
         rows.append({"name": setting.name, "value": value, "origin": origin})
     return rows

@@ -34,6 +34,7 @@ from kvd.server.attach import Attached, AttachServer
 from kvd.server.carry import Carrier
 from kvd.server.config import Config, shown_settings
 from kvd.server.counters import Counters
+from kvd.server.ladder import Ladder
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
 from kvd.server.requests import Request
@@ -61,6 +62,7 @@ class Desk:
     arena: ArenaOwner
     carrier: Carrier
     counters: Counters
+    ladder: Ladder
     limits: Limits
     lockwatch: LockWatch
     loop: Loop
@@ -245,6 +247,7 @@ class Desk:
         }
         return {
             **stat,
+            "tiers": self.ladder.stat(stat["tiers"]),
             "version": __version__,
             "pid": os.getpid(),
             "draining": self.draining,

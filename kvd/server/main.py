@@ -24,6 +24,7 @@ from kvd.server.server import Server, limits_of
 from kvd.server.settings import SETTINGS
 from kvd.server.sizes import format_size
 from kvd.server.tcp import read_clients, read_secret_key
+from kvd.server.tiers import plan_tiers
 from kvd.wire.paths import attach_path, check_socket_path
 
 __all__ = ["main"]
@@ -118,6 +119,7 @@ def _check(config: Config) -> None:
     if not Path(config.arena_path).is_dir():
         raise ConfigError(f"arena.path: {config.arena_path} is not a directory; make it")
     Access(config.namespaces, config.admin_uids, config.admin_gid)
+    plan_tiers(config)
     if config.tcp_endpoint is not None:
         read_secret_key(config.tcp_secret_key_file or "")
         read_clients(config.tcp_clients_file or "")
@@ -142,11 +144,25 @@ def start_block(server: Server) -> str:
             f"{config.lease_s:g} s (at most {config.lease_max_s:g} s)",
         ),
         ("tiers", f"dram {format_size(arena.size)}"),
+        *_tiers(server),
         ("epoch", str(arena.epoch)),
     )
     lines = [f"kvd {__version__}, pid {os.getpid()}"]
     lines += [f"  {name:<9} {value}" for name, value in rows]
     return "\n".join(lines) + "\n"
+
+
+def _tiers(server: Server) -> list[tuple[str, str]]:
+    """A line for each tier below DRAM: its limit, when it is written to, what was found out."""
+    ladder = server.ladder
+    return [
+        (
+            "",
+            f"{plan.config.name} {format_size(plan.config.limit)}, {plan.config.policy.value}, "
+            f"{report.detail}",
+        )
+        for plan, report in zip(ladder.plans, ladder.reports, strict=True)
+    ]
 
 
 def _log_to_stderr(level: str) -> None:

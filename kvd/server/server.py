@@ -29,6 +29,7 @@ from kvd.server.desk import Desk
 from kvd.server.dispatch import Dispatcher
 from kvd.server.endpoint import Endpoint
 from kvd.server.inline import Inline
+from kvd.server.ladder import WATCH_S, Ladder
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
 from kvd.server.notify import Notifier
@@ -36,6 +37,7 @@ from kvd.server.respond import Responder, new_router
 from kvd.server.sessions import Sessions
 from kvd.server.sizes import format_size
 from kvd.server.tcp import TcpEndpoint, TcpKeys, read_clients, read_secret_key
+from kvd.server.tiers import plan_tiers
 from kvd.server.transfers import Job, Transfers
 from kvd.wire import DEFAULT_LIMITS, Limits
 
@@ -85,6 +87,7 @@ class Server:
         _raise_descriptor_limit()
         access = Access(config.namespaces, config.admin_uids, config.admin_gid)
         keys = _tcp_keys(config)
+        plans = plan_tiers(config)
         self.endpoint = Endpoint(config.socket)
         self.endpoint.claim()
         undo.callback(self.endpoint.close)
@@ -108,9 +111,20 @@ class Server:
         self.counters = Counters()
         self.transfers = Transfers(config.workers, stuck_s=config.stuck_s)
         undo.callback(self.transfers.close, STOP_WORKERS_S)
-        opened = open_core(config, self.arena, access.namespaces + (self.tcp_namespaces(keys)))
-        self.carrier = Carrier(opened.core, self.arena, self.transfers, self.counters)
+        self.ladder = Ladder(plans, self.arena.view)
+        undo.callback(self.ladder.close)
+        self.ladder.start()
+        opened = open_core(
+            config,
+            self.arena,
+            access.namespaces + (self.tcp_namespaces(keys)),
+            [plan.config for plan in plans],
+        )
+        self.carrier = Carrier(opened.core, self.arena, self.transfers, self.counters, self.ladder)
         self.carrier.run(opened.actions)
+        self.ladder.feed = self.carrier.feed
+        self.ladder.recover(opened.core, self.carrier.run, self.transfers)
+        self.ladder.watch()
         self.adopted = opened
         self.lockwatch = LockWatch(
             lambda public_id: self.desk.lock_is_free(public_id),
@@ -128,6 +142,7 @@ class Server:
             access=access,
             arena=self.arena,
             carrier=self.carrier,
+            ladder=self.ladder,
             counters=self.counters,
             limits=limits,
             lockwatch=self.lockwatch,
@@ -194,6 +209,7 @@ class Server:
             loop.add_socket(self.tcp.zap, self.tcp.answer_zap)
             loop.add_socket(self.tcp.monitor, self._tcp_gone)
             loop.add_socket(self.tcp.socket, self._tcp_ready)
+        loop.watch(self.ladder.completions.fileno(), lambda events: self.ladder.drain())
         loop.watch(self.transfers.wakeup, lambda events: self.transfers.drain())
         loop.on_signals(STOP_SIGNALS, self._on_signal)
 
@@ -209,6 +225,8 @@ class Server:
 
     def _timers(self) -> None:
         self.loop.every(1.0, self.transfers.watch)
+        if self.ladder.tiers:
+            self.loop.every(WATCH_S, self.ladder.watch)
         if self._notifier.watchdog_s is not None:
             self.loop.every(self._notifier.watchdog_s, lambda now: self._notifier.alive())
 

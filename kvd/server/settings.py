@@ -56,7 +56,7 @@ class Setting(NamedTuple):
 
     @property
     def _words(self) -> list[str]:
-        words = [] if self.section == "daemon" else [self.section]
+        words = [] if self.section == "daemon" else [self.section.removeprefix("tiers.")]
         return [*words, self.key] if self.key else words
 
 
@@ -116,6 +116,27 @@ def choice(*names: str) -> Parser:
     return parse
 
 
+def fractions(count: int) -> Parser:
+    """So many numbers from 0 to 1: a list, or text with commas between."""
+    one = number(0, 1, "of the whole")
+
+    def parse(value: object) -> tuple[float, ...]:
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",")]
+        if not isinstance(value, list | tuple) or len(value) != count:
+            raise ValueError(f"give {count} numbers")
+        return tuple(one(item) for item in value)
+
+    return parse
+
+
+def boolean_or_path(value: object) -> bool | str:
+    try:
+        return boolean(value)
+    except ValueError:
+        return path(value)
+
+
 def boolean(value: object) -> bool:
     if isinstance(value, bool):
         return value
@@ -150,6 +171,15 @@ def instance(value: object) -> str:
     # it becomes part of a file name in /dev/shm
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", found, re.ASCII):
         raise ValueError("give 1 to 64 letters, digits, '.', '_' or '-', the first no sign")
+    return found
+
+
+def installation(value: object) -> str | None:
+    found = text(value)
+    if found == "auto":
+        return None
+    if not found or len(found) > 256:
+        raise ValueError("give a name of 1 to 256 characters, or auto")
     return found
 
 
@@ -230,6 +260,25 @@ def _rule_from_text(part: str) -> dict[str, object]:
 # -- the table ----------------------------------------------------------------------------------
 
 DAY = 86_400.0
+WRITE = choice("on-demote", "through", "on-second-hit")
+
+
+def _tier(section: str, field: str, limit: str, write: str, read_s: float) -> tuple[Setting, ...]:
+    """What all tiers below have."""
+    return (
+        Setting(section, "limit", f"{field}_limit", limit, size(2**20, 2**50), "SIZE",
+                "bytes that the tier may take at most"),
+        Setting(section, "write", f"{field}_write", write, WRITE, "WHEN",
+                "when chunks are written there: on-demote (as they leave DRAM), through (as soon "
+                "as they are sealed), on-second-hit"),
+        Setting(section, "read_s", f"{field}_read_s", read_s, number(0.01, 600, "seconds"),
+                "SECONDS", "a read that takes longer is a miss"),
+        Setting(section, "write_s", f"{field}_write_s", 2 * read_s, number(0.01, 600, "seconds"),
+                "SECONDS", "a write that takes longer has failed"),
+        Setting(section, "scrub", f"{field}_scrub", "0", size(0, 2**40), "SIZE",
+                "bytes a second that are read in the background to see whether they hold; 0: off"),
+    )  # fmt: skip
+
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("daemon", "socket", "socket", "", maybe_path, "PATH",
@@ -272,6 +321,56 @@ SETTINGS: tuple[Setting, ...] = (
             "most of the arena that unfinished writes of one session may hold"),
     Setting("limits", "lease_share", "lease_share", 0.5, number(0.001, 1, "of the arena"), "SHARE",
             "most of the arena that leases of one session may hold"),
+    Setting("tiers", "watermarks", "watermarks", [0.97, 0.95], fractions(2), "HIGH,LOW",
+            "with a tier below: above HIGH of its slots DRAM is demoted, down to LOW"),
+    Setting("tiers", "transient_share", "transient_share", 0.1, number(0, 0.5, "of the arena"),
+            "SHARE", "most of the arena that first hits from tiers below may hold"),
+    Setting("tiers", "room_wait_s", "room_wait_s", 0.05, number(0, 60, "seconds"), "SECONDS",
+            "how long a store that finds DRAM full waits for demotions before chunks are dropped"),
+    Setting("tiers", "installation", "installation", "auto", installation, "NAME",
+            "whose objects these are in shared media: equal for all lives of one daemon, different "
+            "for any two (auto: host name, uid and instance)"),
+    Setting("tiers.nvme", "path", "nvme_path", "", maybe_path, "DIR",
+            "a directory of its own for the NVMe tier; empty: off"),
+    *_tier("tiers.nvme", "nvme", "16GiB", "on-demote", 5),
+    Setting("tiers.nvme", "slab_size", "nvme_slab_size", "auto", size(2**16, 2**40, auto=True),
+            "SIZE", "bytes of one slab file; auto: 1/32 of the limit, from 1 MiB to 1 GiB"),
+    Setting("tiers.nvme", "engine", "nvme_engine", "auto",
+            choice("auto", "cufile", "kvikio", "o_direct", "buffered"), "NAME",
+            "how bytes are moved; auto: the best that works on this directory"),
+    Setting("tiers.nvme", "reserve", "nvme_reserve", "1GiB", size(0, 2**50), "SIZE",
+            "bytes of the file system that are left free"),
+    Setting("tiers.nvme", "preallocate", "nvme_preallocate", True, boolean, "BOOL",
+            "take a slab's bytes from the file system when it is made"),
+    Setting("tiers.nvme", "workers", "nvme_workers", 4, count(1, 64), "N",
+            "reads and writes at a time"),
+    Setting("tiers.redis", "url", "redis_url", "", text, "URL",
+            "redis://, rediss:// or unix://; empty: off"),
+    *_tier("tiers.redis", "redis", "256MiB", "on-second-hit", 2),
+    Setting("tiers.redis", "password_file", "redis_password_file", "", maybe_path, "PATH",
+            "file with the password"),
+    Setting("tiers.redis", "prefix", "redis_prefix", "kvd", text, "TEXT", "of all keys"),
+    Setting("tiers.redis", "ttl_s", "redis_ttl_s", 0, number(0, 366 * DAY, "seconds"), "SECONDS",
+            "chunks expire after this; 0: never"),
+    Setting("tiers.redis", "workers", "redis_workers", 4, count(1, 64), "N",
+            "requests at a time"),
+    Setting("tiers.s3", "bucket", "s3_bucket", "", text, "NAME",
+            "the bucket of the S3 tier; empty: off"),
+    *_tier("tiers.s3", "s3", "1TiB", "on-demote", 20),
+    Setting("tiers.s3", "endpoint", "s3_endpoint", "", text, "URL",
+            "of the service; empty: AWS"),
+    Setting("tiers.s3", "region", "s3_region", "", text, "NAME", "of the bucket"),
+    Setting("tiers.s3", "addressing", "s3_addressing", "auto",
+            choice("auto", "path", "virtual"), "STYLE", "how the bucket is named in requests"),
+    Setting("tiers.s3", "verify_tls", "s3_verify_tls", True, boolean_or_path, "BOOL|PATH",
+            "verify the service's certificate; a path: with these authorities"),
+    Setting("tiers.s3", "profile", "s3_profile", "", text, "NAME", "of AWS' own configuration"),
+    Setting("tiers.s3", "credentials_file", "s3_credentials_file", "", maybe_path, "PATH",
+            "in the format of AWS' own tools"),
+    Setting("tiers.s3", "prefix", "s3_prefix", "kvd", text, "TEXT", "of all objects"),
+    Setting("tiers.s3", "ttl_s", "s3_ttl_s", 0, number(0, 3660 * DAY, "seconds"), "SECONDS",
+            "objects are deleted after this; 0: only when the limit is reached"),
+    Setting("tiers.s3", "workers", "s3_workers", 16, count(1, 256), "N", "requests at a time"),
     Setting("namespaces", "", "namespaces", [], namespaces, "RULES",
             "who belongs to which namespace: name=NAME,uids=1001+1002,gids=100,token_file=PATH;… "
             "(the daemon's own uid and root: `default`)"),

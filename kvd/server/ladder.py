@@ -1,0 +1,199 @@
+"""Between the core and the tiers below: actions become jobs, completions become events.
+
+The law of this module: a slot's bytes are handed to a tier as they lie in the arena, and belong to
+it until its completion is taken; the loop never waits for a tier. What a tier says of itself is
+passed on as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvd.core import actions as ac
+from kvd.core import events as ev
+from kvd.server.tiers import TierPlan
+from kvd.server.transfers import Job, Transfers
+from kvd.tiers import base as t
+
+__all__ = ["Ladder"]
+
+log = logging.getLogger(__name__)
+
+NS = 1_000_000_000
+WATCH_S = 0.2  # how late a tier's change of health is noticed where no completion tells of it
+
+
+class Ladder:
+    """All tiers below DRAM. `feed` takes an event for the core. For the loop's thread."""
+
+    def __init__(self, plans: Sequence[TierPlan], view: memoryview) -> None:
+        self.completions = t.Completions()
+        self.plans = plans
+        self.tiers: list[t.Tier] = []
+        self.reports: list[t.ProbeReport] = []
+        self.feed: Callable[[Any], None] = lambda event: None
+        self._view = view
+        self._jobs: list[list[t.Job]] = [[] for _ in plans]
+        self._told: list[tuple[bool, bool] | None] = [None for _ in plans]
+        self._probes: dict[object, Callable[[t.Completion], None]] = {}
+
+    # -- life -----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Make and start all tiers. ConfigError for what only an operator can mend."""
+        for plan in self.plans:
+            tier = plan.make(self.completions)
+            self.tiers.append(tier)
+            self.reports.append(tier.start())
+
+    def recover(self, core: Any, carry: Callable[[list[Any]], None], transfers: Transfers) -> None:
+        """Tell the core what lies in each tier: of local media at once, of others beside
+        everything else."""
+        for number, tier in enumerate(self.tiers):
+            if tier.by_key:
+                self._recover_later(number, tier.recover(), transfers)
+                continue
+            begun = time.monotonic()
+            batches = list(tier.recover())
+            if not batches:
+                continue
+            records = np.concatenate([batch.records for batch in batches])
+            at = np.concatenate([batch.at for batch in batches])
+            generation = np.concatenate([batch.generation for batch in batches])
+            carry(core.recover(number, records, at, generation, time.monotonic_ns()))
+            log.info(
+                "tier %s: %d records taken up in %.2f s",
+                tier.name, len(at), time.monotonic() - begun,
+            )  # fmt: skip
+
+    def _recover_later(
+        self, number: int, batches: Iterator[t.Recovered], transfers: Transfers
+    ) -> None:
+        def done(batch: t.Recovered | None) -> None:
+            if batch is None:  # the end, or it failed, which was logged
+                return
+            self.feed(ev.TierRecovered(number, batch.records, batch.at, batch.generation))
+            self._recover_later(number, batches, transfers)
+
+        name = self.tiers[number].name
+        transfers.submit(
+            Job(f"recover tier {name}", lambda: next(batches, None), done, background=True)
+        )
+
+    def close(self) -> None:
+        """Let go of all media; what was under way is answered, to nobody."""
+        for tier in self.tiers:
+            tier.close()
+        self.completions.take()  # they hold views of the arena
+        self.completions.close()
+
+    # -- from the core --------------------------------------------------------------------------
+
+    def add(self, action: Any) -> None:
+        """Take an action; `flush` hands it over."""
+        self._jobs[action.tier].append(self._job(action))
+
+    def _job(self, action: Any) -> t.Job:
+        if isinstance(action, ac.TierWrite):
+            source = self._view[action.offset : action.offset + action.length]
+            return t.Write(action, action.header, source, action.deadline)
+        key = t.Key(action.kind, action.namespace, action.spec, action.chunk, action.shard)
+        place = t.Place(action.at, action.generation)
+        if isinstance(action, ac.TierDelete):
+            return t.Delete(action, key, place, action.deadline)
+        if isinstance(action, ac.TierScrub):
+            return t.Read(action, key, place, bytearray(action.length), action.deadline)
+        into = self._view[action.offset : action.offset + action.length]
+        return t.Read(action, key, place, into, action.deadline)
+
+    def flush(self) -> None:
+        for tier, jobs in zip(self.tiers, self._jobs, strict=True):
+            if jobs:
+                tier.submit(jobs)
+                jobs.clear()
+
+    # -- from the tiers -------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take what has been completed. Called when `completions` is readable."""
+        for done in self.completions.take():
+            token = done.job.token
+            if isinstance(done.job, t.Probe):
+                asked = self._probes.pop(token, None)
+                if asked is not None:
+                    asked(done)
+            else:
+                self.feed(self._event(token, done))
+        self.watch()
+
+    def _event(self, action: Any, done: t.Completion) -> Any:
+        answer = ev.TierAnswer(done.answer.value)
+        if isinstance(action, ac.TierDelete):
+            return ev.TierDeleted(action.job, answer)
+        if not isinstance(action, ac.TierWrite):
+            return ev.TierReadDone(action.job, answer, done.header)
+        tier = self.tiers[action.tier]
+        room, empty = -1, tuple[int, ...]()
+        if done.answer in (t.Answer.OK, t.Answer.EXISTS, t.Answer.NO_SPACE):
+            room = tier.room(action.length)
+        if done.answer is t.Answer.NO_SPACE:
+            empty = tuple(place.at for place in tier.to_empty(action.length))
+        return ev.TierWritten(action.job, answer, *done.place, room, empty)
+
+    def watch(self, now: float = 0.0) -> None:
+        """Tell the core whose health has changed."""
+        for number, tier in enumerate(self.tiers):
+            told = (tier.readable, tier.writable)
+            if told != self._told[number]:
+                if self._told[number] is not None:
+                    log.warning(
+                        "tier %s: %s", tier.name, "healthy again" if all(told) else "degraded"
+                    )
+                self._told[number] = told
+                self.feed(ev.TierState(number, *told))
+
+    # -- for operators --------------------------------------------------------------------------
+
+    def number(self, name: str) -> int | None:
+        return next((n for n, tier in enumerate(self.tiers) if tier.name == name), None)
+
+    def probe(self, number: int, done: Callable[[t.Completion], None], within_s: float) -> None:
+        """See whether a tier works now; its breakers close if it does."""
+        token = object()
+        self._probes[token] = done
+        deadline = time.monotonic_ns() + int(within_s * NS)
+        self.tiers[number].submit([t.Probe(token, deadline)])
+
+    def stat(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The core's rows of tiers, with what the tiers say of themselves."""
+        found = list(rows[:1])
+        for row, tier in zip(rows[1:], self.tiers, strict=True):
+            said = tier.stat()
+            found.append(
+                {
+                    **row,
+                    "state": "ok" if said.state is t.State.READY else said.state.value,
+                    "engine": said.engine,
+                    "limit_bytes": said.usage.limit_bytes,
+                    "used_bytes": said.usage.used_bytes,
+                    "held_bytes": said.usage.held_bytes,
+                    "stored": said.usage.chunks,
+                    "pending": said.pending,
+                    "overdue": said.overdue,
+                    "write_gbps": round(said.write_gbps, 3),
+                    "read_gbps": round(said.read_gbps, 3),
+                    "bytes_written": said.bytes_written,
+                    "bytes_read": said.bytes_read,
+                    "last_error": said.last_error,
+                    "last_error_unix_ns": said.last_error_unix_ns,
+                    "answers": said.answers,
+                    "reasons": said.reasons,
+                    "notes": said.notes,
+                }
+            )
+        return found

@@ -1,0 +1,156 @@
+"""From the configuration to the tiers below DRAM, in their order: nvme, redis, s3.
+
+The law of this module: a tier is imported, and what it needs installed, only where it is
+configured; what is missing is named with the extra that brings it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from kvd.core import TierConfig, WritePolicy
+from kvd.errors import ConfigError
+from kvd.server.config import Config
+from kvd.tiers.base import Completions, Tier
+from kvd.tiers.pool import PoolConfig, PooledTier
+
+__all__ = ["TierPlan", "plan_tiers"]
+
+NS = 1_000_000_000
+
+
+class TierPlan(NamedTuple):
+    """A tier as the core knows it, and how it is made. `make` raises ConfigError."""
+
+    config: TierConfig
+    make: Callable[[Completions], Tier]
+    scrub: int  # bytes a second
+
+
+def plan_tiers(config: Config) -> list[TierPlan]:
+    """What is configured, the nearest first. ConfigError."""
+    plans = []
+    if config.nvme_path is not None:
+        plans.append(_nvme(config, config.nvme_path))
+    if config.redis_url:
+        plans.append(_redis(config))
+    if config.s3_bucket:
+        plans.append(_s3(config))
+    return plans
+
+
+def _installation(config: Config) -> str:
+    return config.installation or f"{socket.gethostname()}/{os.getuid()}/{config.instance}"
+
+
+def _pool(workers: int) -> PoolConfig:
+    return PoolConfig(workers=workers, writers=max(1, workers - 1), spares=workers)
+
+
+def _nvme(config: Config, path: str) -> TierPlan:
+    from kvd.tiers.nvme import NvmeBackend, NvmeConfig
+
+    workers = config.nvme_workers
+    settings = NvmeConfig(
+        Path(path),
+        config.instance,
+        config.nvme_limit,
+        config.nvme_slab_size,
+        config.nvme_engine,
+        config.nvme_reserve,
+        config.nvme_preallocate,
+        workers,
+    )
+    known = TierConfig(
+        "nvme",
+        config.nvme_limit,
+        WritePolicy(config.nvme_write),
+        int(config.nvme_read_s * NS),
+        int(config.nvme_write_s * NS),
+        reads=workers,
+        writes=2 * workers,
+    )
+    return TierPlan(
+        known,
+        lambda done: PooledTier("nvme", NvmeBackend(settings), done, _pool(workers)),
+        config.nvme_scrub,
+    )
+
+
+def _needs(module: str, setting: str, extra: str) -> None:
+    """ConfigError if what an extra brings is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"{setting}: needs {module}: pip install 'kvd[{extra}]'")
+
+
+def _redis(config: Config) -> TierPlan:
+    _needs("redis", "tiers.redis.url", "redis")
+    from kvd.tiers.redis import RedisBackend, RedisConfig
+
+    workers = config.redis_workers
+    settings = RedisConfig(
+        config.redis_url,
+        _installation(config),
+        config.redis_limit,
+        config.redis_prefix,
+        config.redis_password_file,
+        config.redis_ttl_s,
+        timeout_s=min(2.0, config.redis_read_s),
+        connections=2 * workers,
+    )
+    known = TierConfig(
+        "redis",
+        config.redis_limit,
+        WritePolicy(config.redis_write),
+        int(config.redis_read_s * NS),
+        int(config.redis_write_s * NS),
+        reads=workers,
+        writes=workers,
+        first_alone=False,
+    )
+    return TierPlan(
+        known,
+        lambda done: PooledTier("redis", RedisBackend(settings), done, _pool(workers)),
+        config.redis_scrub,
+    )
+
+
+def _s3(config: Config) -> TierPlan:
+    _needs("boto3", "tiers.s3.bucket", "s3")
+    from kvd.tiers.s3 import S3Backend, S3Config
+
+    workers = config.s3_workers
+    settings = S3Config(
+        bucket=config.s3_bucket,
+        installation=_installation(config),
+        limit_bytes=config.s3_limit,
+        prefix=config.s3_prefix,
+        endpoint=config.s3_endpoint or None,
+        region=config.s3_region or None,
+        addressing=config.s3_addressing,
+        verify_tls=config.s3_verify_tls,
+        profile=config.s3_profile or None,
+        credentials_file=config.s3_credentials_file,
+        ttl_s=config.s3_ttl_s,
+        concurrency=workers,
+    )
+    known = TierConfig(
+        "s3",
+        config.s3_limit,
+        WritePolicy(config.s3_write),
+        int(config.s3_read_s * NS),
+        int(config.s3_write_s * NS),
+        reads=workers,
+        writes=workers,
+        first_alone=False,
+    )
+    return TierPlan(
+        known,
+        lambda done: PooledTier("s3", S3Backend(settings), done, _pool(workers)),
+        config.s3_scrub,
+    )
