@@ -72,6 +72,10 @@ class Looking(ClientBase):
         """What the daemon counts and holds."""
         return self._ask(m.Stat(), m.StatReply, timeout_s).stat
 
+    def tier(self, name: str, command: str, *, timeout_s: float | None = None) -> m.TierReply:
+        """probe, drain or scrub a tier below DRAM; for administrators."""
+        return self._ask(m.Tier(name, command), m.TierReply, timeout_s)
+
     def heartbeat(self, *, timeout_s: float | None = None) -> None:
         """Say that this session lives (needed over tcp only, where there is no end-of-file)."""
         self._ask(m.Heartbeat(), m.DoneReply, timeout_s)

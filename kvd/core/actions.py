@@ -105,6 +105,14 @@ class StatResult(NamedTuple):
     stat: dict[str, Any]
 
 
+class TierResult(NamedTuple):
+    """`chunks`: how many a drain will write, or a scrub will read."""
+
+    ok: bool
+    detail: str
+    chunks: int
+
+
 class DoneResult(NamedTuple):
     """Cancel and other requests that have nothing to say."""
 
@@ -120,6 +128,7 @@ Result = (
     | EvictResult
     | ListResult
     | StatResult
+    | TierResult
     | DoneResult
 )
 
@@ -252,6 +261,13 @@ class TierDelete(NamedTuple):
     deadline: int
 
 
+class ScrubCursor(NamedTuple):
+    """A scrub has got to this part of all keys: kept, so that a later life goes on there."""
+
+    tier: int
+    part: int
+
+
 Action = (
     Reply
     | Fail
@@ -266,4 +282,5 @@ Action = (
     | TierRead
     | TierScrub
     | TierDelete
+    | ScrubCursor
 )

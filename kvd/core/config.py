@@ -35,6 +35,7 @@ class TierConfig:
     # medium whose requests don't slow each other.
     first_alone: bool = True
     durable: bool = True
+    scrub: int = 0  # bytes a second that are read in the background; 0: none
 
 
 @dataclass(frozen=True, slots=True)

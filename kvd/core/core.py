@@ -28,6 +28,7 @@ from kvd.core.listing import Listing
 from kvd.core.recovery import Found, Recovery
 from kvd.core.reserves import Request, Reserves
 from kvd.core.rooms import Rooms
+from kvd.core.scrubs import Scrubs
 from kvd.core.sealing import Seals
 from kvd.core.sessions import Session
 from kvd.core.stats import stat
@@ -60,6 +61,7 @@ class Core:
         self._evictions = Evictions(self._store, self._jobs)
         self._fetches = Fetches(self._store, self._jobs, self._evictions)
         self._rooms = Rooms(self._store, self._jobs, self._fetches)
+        self._scrubs = Scrubs(self._store, self._jobs, self._fetches)
         self._demotions = Demotions(self._store, self._jobs, self._evictions, self._rooms)
         self._writes = Writes(self._store)
         self._reserves = Reserves(self._store, self._writes, self._evictions)
@@ -98,6 +100,8 @@ class Core:
             ev.TierReadDone: self._tier_read,
             ev.TierDeleted: self._tier_deleted,
             ev.TierRecovered: self._tier_recovered,
+            ev.TierScrubbedTo: lambda e: self._scrubs.resume(e.tier, e.part),
+            ev.TierCommand: self._tier_command,
             ev.Tick: self._tick,
             ev.Drain: self._drain,
         }
@@ -118,6 +122,7 @@ class Core:
             self._demotions.pump()
             self._fetches.pump()
             self._fetches.sweep()
+            self._scrubs.pump()
         self._seals.pump()
         return store.out
 
@@ -176,6 +181,11 @@ class Core:
     def next_deadline(self) -> int | None:
         """When a Tick is due next, ns; None if nothing is."""
         return self._store.timers.next()
+
+    @property
+    def moving(self) -> int:
+        """Chunks that are on their way down, or wait for it."""
+        return self._demotions.moving
 
     @property
     def leases(self) -> int:
@@ -239,6 +249,8 @@ class Core:
                 self._transfers.timed_out(due.number)
             elif due.kind == "tier":
                 self._tier_late(due.number)
+            elif due.kind == "scrub":
+                self._scrubs.due(due.number)
             elif due.kind == "room":
                 self._jobs.wake(Pause.DEMOTION)
             else:
@@ -254,6 +266,10 @@ class Core:
 
     def _drain(self, event: ev.Drain) -> None:
         self._store.draining = True
+        for lower in self._store.ladder.lowers:
+            if lower.writable:
+                self._demotions.drain(lower)
+                break
 
     # -- tiers below ----------------------------------------------------------------------------
 
@@ -273,7 +289,12 @@ class Core:
 
     def _tier_read(self, event: ev.TierReadDone) -> None:
         job = self._store.ladder.end(event.job)
-        if job is not None:
+        if job is None:
+            return
+        if job.kind == "scrub":
+            fits = event.header is not None and self._fetches.fits(job.cell, event.header)
+            self._scrubs.done(job, event.answer, fits=fits)
+        else:
             self._fetches.done(job, event.answer, event.header)
 
     def _tier_deleted(self, event: ev.TierDeleted) -> None:
@@ -296,8 +317,28 @@ class Core:
             self._fetches.late(job)
         elif job.kind == "write":
             self._demotions.late(job)
-        else:
+        elif job.kind == "delete":
             self._rooms.late(job)
+
+    def _tier_command(self, event: ev.TierCommand) -> None:
+        session = self._checks.session(event.session)
+        if not session.admin:
+            raise AuthError("commands to tiers need the admin role")
+        lower = self._store.ladder.find(event.tier)
+        if lower is None:
+            known = ", ".join(low.name for low in self._store.ladder.lowers) or "none"
+            raise BadKey(f"tier {event.tier!r} is unknown: {known}")
+        if event.command == "drain":
+            chunks = self._demotions.drain(lower)
+            result = ac.TierResult(lower.writable, "" if lower.writable else "degraded", chunks)
+        elif event.command == "scrub":
+            self._scrubs.ask(lower.number)
+            result = ac.TierResult(
+                lower.readable, "" if lower.readable else "degraded", lower.chunks
+            )
+        else:
+            raise BadKey(f"command {event.command!r} is unknown: probe, drain, scrub")
+        self._reply(event, result)
 
     # -- sessions -------------------------------------------------------------------------------
 

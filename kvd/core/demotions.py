@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import deque
 from math import ceil
 
+import numpy as np
+
 from kvd.chunk import State
 from kvd.core import columns as col
 from kvd.core.actions import TierWrite
@@ -27,6 +29,7 @@ from kvd.core.store import Store
 _NO_ID = bytes(16)
 _ATTEMPTS = 3  # of one write that finds no room
 _BACKOFF_NS = 50_000_000  # after a batch in which nothing could go
+_MOVES = 256  # under way at a time, of those that are in no hurry
 _THROUGH = 16  # chunks looked at in one event
 
 
@@ -65,16 +68,25 @@ class Demotions:
         self._running: set[int] = set()  # sizes whose victims are being chosen
         self._not_before: dict[int, int] = {}  # size -> when to try again
         self._through: deque[tuple[int, bytes, Lower]] = deque()
-        self.draining = False
 
     @property
     def busy(self) -> bool:
         """Whether more could be begun in the next slice."""
-        return bool(self._through)
+        return bool(self._through) and len(self.by_row) < _MOVES
+
+    def drain(self, lower: Lower) -> int:
+        """Write everything that DRAM has and the tier has not, hottest first; how many chunks."""
+        chunks = self._store.chunks
+        used = slice(0, chunks.used)
+        rows = np.flatnonzero((chunks.np_ready[used] > 0) & (chunks.np_space[used] != 0))
+        rows = rows[lower.np_count[rows] < chunks.np_ready[rows]]
+        rows = rows[np.argsort(-chunks.np_last[rows], kind="stable")]
+        self._through.extend((row, chunks.key_of(row), lower) for row in rows.tolist())
+        return len(rows)
 
     @property
     def moving(self) -> int:
-        return len(self.by_row)
+        return len(self.by_row) + len(self._through)
 
     # -- when -----------------------------------------------------------------------------------
 
@@ -82,7 +94,7 @@ class Demotions:
         """Begin what is due. After every event."""
         store = self._store
         self._sealed()
-        for _ in range(min(_THROUGH, len(self._through))):
+        for _ in range(min(_THROUGH, len(self._through), max(0, _MOVES - len(self.by_row)))):
             row, key, lower = self._through.popleft()
             if store.chunks.space[row] and store.chunks.key_of(row) == key:
                 self._begin(row, lower, "through")

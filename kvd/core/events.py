@@ -204,6 +204,16 @@ class Stat(NamedTuple):
     request: object
 
 
+class TierCommand(NamedTuple):
+    """An operator's wish. drain: write there what DRAM holds and the tier does not, hottest first.
+    scrub: read all of it, to see whether it holds."""
+
+    session: int
+    request: object
+    tier: str
+    command: str
+
+
 # -- what workers report ------------------------------------------------------------------------
 
 
@@ -276,6 +286,13 @@ class TierDeleted(NamedTuple):
 
     job: int
     answer: TierAnswer
+
+
+class TierScrubbedTo(NamedTuple):
+    """How far an earlier life's scrub had got."""
+
+    tier: int
+    part: int
 
 
 class TierRecovered(NamedTuple):

@@ -181,7 +181,7 @@ class Fetches:
         lower, cell, row = job.lower, job.cell, job.row
         fetch.batch.landed = True
         store.counters.own["shards_fetched", answer.value] += 1
-        if answer is TierAnswer.OK and not (header is not None and self._fits(cell, header)):
+        if answer is TierAnswer.OK and not (header is not None and self.fits(cell, header)):
             answer = TierAnswer.CORRUPT
             store.counters.own["shards_fetched", "ok"] -= 1
             store.counters.own["shards_fetched", "foreign"] += 1
@@ -212,7 +212,7 @@ class Fetches:
         self.by_cell[fetch.cell] = successor  # which takes over the hold on the row
         self._elsewhere(successor, TierAnswer.TIMEOUT)
 
-    def _fits(self, cell: int, header: ChunkHeader) -> bool:
+    def fits(self, cell: int, header: ChunkHeader) -> bool:
         """Whether a record says of the chunk what is known here."""
         store, chunks = self._store, self._store.chunks
         row = store.cells.chunk[cell]

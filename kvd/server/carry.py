@@ -62,6 +62,7 @@ class Carrier:
         if ladder is not None:
             for kind in (ac.TierWrite, ac.TierRead, ac.TierScrub, ac.TierDelete):
                 self._carry[kind] = ladder.add
+            self._carry[ac.ScrubCursor] = ladder.scrubbed_to
 
     def feed(self, event: Any) -> None:
         """Give the core an event and carry out what it wants, now or after what is under way."""

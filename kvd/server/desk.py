@@ -17,10 +17,11 @@ from kvd import __version__
 from kvd.arena import ArenaOwner
 from kvd.chunk import KVSpec
 from kvd.core import events as ev
-from kvd.core.actions import Result, StatResult
+from kvd.core.actions import Result, StatResult, TierResult
 from kvd.errors import (
     ArenaError,
     AuthError,
+    BadKey,
     Draining,
     ErrorCode,
     InternalError,
@@ -41,6 +42,7 @@ from kvd.server.requests import Request
 from kvd.server.sessions import Route, Session, Sessions
 from kvd.server.tcp import namespace_of_user
 from kvd.server.transfers import Job, Transfers
+from kvd.tiers.base import Answer, Completion
 from kvd.wire import Limits, common_features
 from kvd.wire import messages as m
 from kvd.wire.attach import ArenaTold, AttachReply, AttachRequest, encode_attach_reply
@@ -51,6 +53,7 @@ log = logging.getLogger(__name__)
 
 ARENA_NUMBER = 0
 NS = 1_000_000_000
+PROBE_S = 10.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -236,6 +239,26 @@ class Desk:
     def stat(self, request: Request) -> None:
         self.feed(ev.Stat(request.session.number, _StatStep(request, self)))
 
+    def tier(self, request: Request, message: m.Tier) -> None:
+        number = request.session.number
+        if message.command != "probe":
+            self.feed(ev.TierCommand(number, request, message.tier, message.command))
+            return
+        if not request.session.grant.admin:
+            raise AuthError("commands to tiers need the admin role")
+        tier = self.ladder.number(message.tier)
+        if tier is None:
+            known = ", ".join(tier.name for tier in self.ladder.tiers) or "none"
+            raise BadKey(f"tier {message.tier!r} is unknown: {known}")
+
+        def done(completion: Completion) -> None:
+            self.ladder.watch()
+            ok = completion.answer is Answer.OK
+            detail = completion.detail or completion.answer.value
+            request.result(TierResult(ok, detail, 0))
+
+        self.ladder.probe(tier, done, PROBE_S)
+
     def own_stat(self, stat: dict[str, Any]) -> dict[str, Any]:
         """The core's answer and what only the server knows."""
         counted = self.counters.snapshot()
@@ -285,7 +308,8 @@ class Desk:
     @property
     def idle(self) -> bool:
         """Nobody waits for an answer, and nobody holds what a stop would take away."""
-        return self.sessions.inflight == 0 and self.carrier.core.leases == 0
+        core = self.carrier.core
+        return self.sessions.inflight == 0 and core.leases == 0 and not core.moving
 
 
 class _Then:

@@ -114,6 +114,8 @@ class DispatchHost(Protocol):
 
     def stat(self, request: Request) -> None: ...
 
+    def tier(self, request: Request, message: m.Tier) -> None: ...
+
     def end(self, session: Session, why: str) -> None: ...
 
 
@@ -146,6 +148,7 @@ class Dispatcher:
             m.Bye: self._bye,
             m.Get: self._get,
             m.Stat: self._stat,
+            m.Tier: self._tier,
             m.Hello: self._hello,
         }
 
@@ -279,6 +282,9 @@ class Dispatcher:
 
     def _stat(self, request: Request, message: m.Stat) -> None:
         self._host.stat(request)
+
+    def _tier(self, request: Request, message: m.Tier) -> None:
+        self._host.tier(request, message)
 
     def _wait(self, request: Request, message: m.Wait) -> None:
         deadline = time.monotonic_ns() + message.timeout_ns

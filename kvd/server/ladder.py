@@ -38,6 +38,7 @@ class Ladder:
         self.reports: list[t.ProbeReport] = []
         self.feed: Callable[[Any], None] = lambda event: None
         self._view = view
+        self._transfers: Transfers | None = None
         self._jobs: list[list[t.Job]] = [[] for _ in plans]
         self._told: list[tuple[bool, bool] | None] = [None for _ in plans]
         self._probes: dict[object, Callable[[t.Completion], None]] = {}
@@ -54,6 +55,8 @@ class Ladder:
     def recover(self, core: Any, carry: Callable[[list[Any]], None], transfers: Transfers) -> None:
         """Tell the core what lies in each tier: of local media at once, of others beside
         everything else."""
+        self._transfers = transfers
+        self._resume_scrubs()
         for number, tier in enumerate(self.tiers):
             if tier.by_key:
                 self._recover_later(number, tier.recover(), transfers)
@@ -110,6 +113,25 @@ class Ladder:
             return t.Read(action, key, place, bytearray(action.length), action.deadline)
         into = self._view[action.offset : action.offset + action.length]
         return t.Read(action, key, place, into, action.deadline)
+
+    def scrubbed_to(self, action: ac.ScrubCursor) -> None:
+        """Keep how far a scrub has got, beside what it reads; of media that are elsewhere it
+        begins anew with each life."""
+        path = self.plans[action.tier].cursor
+        if path is None or self._transfers is None:
+            return
+        text = f"{action.part}\n"
+        job = Job(f"note {path}", lambda: path.write_text(text), lambda done: None, background=True)
+        self._transfers.submit(job)
+
+    def _resume_scrubs(self) -> None:
+        for number, plan in enumerate(self.plans):
+            try:
+                part = int(plan.cursor.read_text()) if plan.cursor is not None else 0
+            except (OSError, ValueError):  # none yet, or of no use: from the beginning
+                continue
+            if 0 <= part < 1 << 32:
+                self.feed(ev.TierScrubbedTo(number, part))
 
     def flush(self) -> None:
         for tier, jobs in zip(self.tiers, self._jobs, strict=True):

@@ -29,7 +29,7 @@ class TierPlan(NamedTuple):
 
     config: TierConfig
     make: Callable[[Completions], Tier]
-    scrub: int  # bytes a second
+    cursor: Path | None = None  # where its scrub notes how far it has got
 
 
 def plan_tiers(config: Config) -> list[TierPlan]:
@@ -74,11 +74,12 @@ def _nvme(config: Config, path: str) -> TierPlan:
         int(config.nvme_write_s * NS),
         reads=workers,
         writes=2 * workers,
+        scrub=config.nvme_scrub,
     )
     return TierPlan(
         known,
         lambda done: PooledTier("nvme", NvmeBackend(settings), done, _pool(workers)),
-        config.nvme_scrub,
+        Path(path, "kvd-scrub"),
     )
 
 
@@ -112,11 +113,11 @@ def _redis(config: Config) -> TierPlan:
         reads=workers,
         writes=workers,
         first_alone=False,
+        scrub=config.redis_scrub,
     )
     return TierPlan(
         known,
         lambda done: PooledTier("redis", RedisBackend(settings), done, _pool(workers)),
-        config.redis_scrub,
     )
 
 
@@ -148,9 +149,9 @@ def _s3(config: Config) -> TierPlan:
         reads=workers,
         writes=workers,
         first_alone=False,
+        scrub=config.s3_scrub,
     )
     return TierPlan(
         known,
         lambda done: PooledTier("s3", S3Backend(settings), done, _pool(workers)),
-        config.s3_scrub,
     )

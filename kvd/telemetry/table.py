@@ -320,6 +320,14 @@ _ALL = (
         ),
     ),
     Metric(
+        "shards_scrubbed",
+        _C,
+        "shards",
+        "Payloads below read to see whether they hold, by answer.",
+        "answer",
+        ("ok", "miss", "corrupt", "timeout", "failed", "off", "foreign"),
+    ),
+    Metric(
         "shards_deleted",
         _C,
         "shards",

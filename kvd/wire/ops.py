@@ -29,6 +29,7 @@ class Op(IntEnum):
     PUT = 16
     GET = 17
     BYE = 18
+    TIER = 19  # from 1.1
 
 
 class FrameFlag(IntFlag):

@@ -102,6 +102,14 @@ class StatReply(NamedTuple):
     stat: dict[str, Any]
 
 
+class TierReply(NamedTuple):
+    """`detail` is for people. `chunks`: how many a drain will write, or a scrub will read."""
+
+    ok: bool
+    detail: str
+    chunks: int
+
+
 class DoneReply(NamedTuple):
     pass
 
@@ -118,6 +126,7 @@ Reply = (
     | EvictReply
     | ListReply
     | StatReply
+    | TierReply
     | DoneReply
 )
 
@@ -292,6 +301,12 @@ def _stat(f: list[Any], newer: bool) -> StatReply:
     return StatReply(f[0])
 
 
+def _tier(f: list[Any], newer: bool) -> TierReply:
+    return TierReply(
+        c.boolean(f[0], "ok"), c.text(f[1], "detail", MAX_MESSAGE), c.uint(f[2], "chunks")
+    )
+
+
 def _done(f: list[Any], newer: bool) -> DoneReply:
     return DoneReply()
 
@@ -311,6 +326,7 @@ _DECODERS: dict[int, tuple[str, int, Callable[[list[Any], bool], Reply]]] = {
     Op.EVICT: ("evict", 7, _evict),
     Op.LIST: ("list", 2, _list),
     Op.STAT: ("stat", 1, _stat),
+    Op.TIER: ("tier", 3, _tier),
     Op.HEARTBEAT: ("heartbeat", 0, _done),
     Op.PUT: ("put", 1, _outcomes_only),
     Op.GET: ("get", 1, _outcomes_only),

@@ -151,6 +151,13 @@ class Stat(NamedTuple):
     pass
 
 
+class Tier(NamedTuple):
+    """From 1.1; for administrators. `command`: probe, drain or scrub."""
+
+    tier: str
+    command: str
+
+
 class Heartbeat(NamedTuple):
     pass
 
@@ -185,6 +192,7 @@ Request = (
     | Evict
     | List
     | Stat
+    | Tier
     | Heartbeat
     | Put
     | Get
@@ -206,11 +214,15 @@ OP_OF: dict[type, Op] = {
     Evict: Op.EVICT,
     List: Op.LIST,
     Stat: Op.STAT,
+    Tier: Op.TIER,
     Heartbeat: Op.HEARTBEAT,
     Put: Op.PUT,
     Get: Op.GET,
     Bye: Op.BYE,
 }
+
+
+TIER_COMMANDS = ("probe", "drain", "scrub")
 
 
 def selector_to_wire(selector: Selector) -> dict[str, Any]:
@@ -446,6 +458,13 @@ def _stat(f: list[Any], limits: Limits) -> Stat:
     return Stat()
 
 
+def _tier(f: list[Any], limits: Limits) -> Tier:
+    command = c.text(f[1], "command", 64)
+    if command not in TIER_COMMANDS:
+        raise c.wrong("command", "one of " + ", ".join(TIER_COMMANDS), command)
+    return Tier(c.text(f[0], "tier", 64), command)
+
+
 def _heartbeat(f: list[Any], limits: Limits) -> Heartbeat:
     return Heartbeat()
 
@@ -486,6 +505,7 @@ _DECODERS: dict[int, tuple[str, int, Callable[[list[Any], Limits], Request]]] = 
     Op.EVICT: ("evict", 4, _evict),
     Op.LIST: ("list", 4, _list),
     Op.STAT: ("stat", 0, _stat),
+    Op.TIER: ("tier", 2, _tier),
     Op.HEARTBEAT: ("heartbeat", 0, _heartbeat),
     Op.PUT: ("put", 11, _put),
     Op.GET: ("get", 6, _get),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -251,3 +254,75 @@ def test_sigterm_in_the_middle_of_demotions_ends_in_order(
     assert "Traceback" not in daemon.log
     assert os.path.exists(disk / "tier")
     assert signal.SIGTERM
+
+
+def cli(daemon: DaemonProcess, *args: str) -> tuple[int, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvd.tools.cli", *args, "--socket", daemon.socket, "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    return done.returncode, json.loads(done.stdout or "{}")
+
+
+def test_an_operator_sees_and_asks_each_tier(daemon: DaemonProcess) -> None:
+    with Client(daemon.socket) as client:
+        handle = client.register(spec())
+        fill(client, handle)
+        code, said = cli(daemon, "status")
+        dram, nvme = said["tiers"]
+        assert code == 0 and dram["name"] == "dram"
+        assert nvme["engine"] in ("o_direct", "buffered", "kvikio-posix", "cufile")
+        assert nvme["write_gbps"] > 0 and nvme["last_error"] == "" and nvme["state"] == "ok"
+        code, said = cli(daemon, "tier", "probe", "nvme")
+        assert (code, said["ok"]) == (0, True)
+        code, said = cli(daemon, "tier", "drain", "nvme")
+        assert code == 0 and said["chunks"] > 0
+        until(lambda: client.stat()["counters"]["moving"] == 0)
+        assert below(client)["chunks"] == 24 * 5
+        code, said = cli(daemon, "tier", "scrub", "nvme")
+        assert (code, said["chunks"]) == (0, 120)
+        until(lambda: client.stat()["counters"]["shards_scrubbed"]["ok"] >= 120)
+        code, said = cli(daemon, "tier", "probe", "tape")
+        assert code == 1
+        code, said = cli(daemon, "inspect", "chunks", "--tier", "nvme", "--limit", "500")
+        assert code == 0 and len(said["rows"]) == 120
+
+
+def test_sigterm_writes_what_is_hot_down_so_that_a_reboot_finds_it(daemon: DaemonProcess) -> None:
+    with Client(daemon.socket) as client:
+        handle = client.register(spec())
+        store(client, handle, chain("hot", 8))
+        assert below(client)["chunks"] == 0
+    assert daemon.stop() == 0
+    for file in Path("/dev/shm").glob(f"kvd-*-{daemon.instance}*"):
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+    daemon.start()
+    with Client(daemon.socket) as client:
+        handle = client.register(spec())
+        until(lambda: client.stat()["counters"]["records_waiting"] == 0)
+        assert load(client, handle, chain("hot", 8)) == [OK] * 8
+
+
+def test_a_scrub_finds_what_rots_and_goes_on_after_a_restart(disk: Path) -> None:
+    args = flags(disk, nvme_scrub="64MiB", nvme_write="through")
+    with DaemonProcess(arena_size="16MiB", args=args) as daemon, Client(daemon.socket) as client:
+        handle = client.register(spec())
+        store(client, handle, chain("rots", 8))
+        until(lambda: below(client)["chunks"] == 8)
+        wanted = payload(chain("rots", 8)[7]).tobytes()[:4096]
+        for slab in (disk / "tier").glob("kvd-slab-*"):
+            at = slab.read_bytes().find(wanted)
+            if at >= 0:
+                with open(slab, "r+b") as file:
+                    file.seek(at + 5)
+                    file.write(bytes([wanted[5] ^ 1]))
+        until(lambda: client.stat()["counters"]["shards_scrubbed"]["corrupt"] == 1, 30)
+        assert below(client)["chunks"] == 7
+        assert load(client, handle, chain("rots", 8)) == [OK] * 8  # DRAM has it
+        until(lambda: (disk / "tier" / "kvd-scrub").exists(), 30)
+        daemon.kill()
+        daemon.start()
+        assert client.stat()["tiers"][1]["notes"]["foreign_files"] == 0

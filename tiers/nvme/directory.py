@@ -22,7 +22,7 @@ MARKER = "kvd-tier"
 LOCK = "kvd-lock"
 FORMAT = 1
 _SLAB = re.compile(r"kvd-slab-(\d{5})")
-_OURS = {MARKER, LOCK, PROBE_NAME}
+_OURS = {MARKER, LOCK, PROBE_NAME, "kvd-scrub"}  # the last is the daemon's: how far it has read
 _TEMPORARY = re.compile(r"kvd-slab-\d{5}\.tmp|kvd-tier\.tmp|" + PROBE_NAME + r"\.tmp")
 MAX_SLABS = 100_000
 

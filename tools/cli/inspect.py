@@ -108,7 +108,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         Column(">tokens", _number("tokens")),
         Column(">size", _size),
         Column(">shards", _number("shards")),
-        Column("tier", _plain("tier")),
+        Column("tier", lambda row: "+".join(row.get("tiers") or [str(row.get("tier", "-"))])),
         Column("state", _plain("state")),
         Column(">age", _span("age_s")),
         Column(">idle", _span("idle_s")),

@@ -136,7 +136,7 @@ def filters(command: F) -> F:
     """Which chunks: all given conditions hold."""
     for option in (
         click.option("--state", type=click.Choice(STATES), help="Only chunks in this state."),
-        click.option("--tier", metavar="NAME", help="Only chunks in this tier (dram)."),
+        click.option("--tier", metavar="NAME", help="Only chunks in this tier (dram, nvme, …)."),
         click.option(
             "--kind", type=click.Choice(list(KINDS)), help="Chained or content-keyed chunks."
         ),

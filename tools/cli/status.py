@@ -59,6 +59,7 @@ def render(
     parts: list[RenderableType] = [
         _head(stat, socket, admin),
         _tiers(output, stat),
+        *_below(output, stat),
         _facts(output, book),
     ]
     if (unknown := book.unread()) is not None:
@@ -155,6 +156,78 @@ def _tiers(output: Output, stat: Mapping[str, Any]) -> Table:
     return table
 
 
+def _below(output: Output, stat: Mapping[str, Any]) -> list[Table]:
+    """What only tiers below memory have."""
+    tiers = [tier for tier in stat.get("tiers", []) if "engine" in tier]
+    if not tiers:
+        return []
+    table = output.table("tier", "engine", "written", ">write", ">read", ">pending", "last error")
+    for tier in tiers:
+        overdue = tier.get("overdue", 0)
+        pending = format_count(tier.get("pending", 0))
+        table.add_row(
+            cell(tier.get("name", "?"), "bold"),
+            cell(tier.get("engine", "?")),
+            cell(tier.get("policy", "?")),
+            cell(_rate(tier, "write_gbps")),
+            cell(_rate(tier, "read_gbps")),
+            cell(f"{pending} ({overdue} hang)" if overdue else pending, "red" if overdue else ""),
+            cell(
+                clean(tier.get("last_error") or "none"), "yellow" if tier.get("last_error") else ""
+            ),
+        )
+    return [table]
+
+
+def _rate(tier: Mapping[str, Any], name: str) -> str:
+    rate = tier.get(name) or 0
+    return f"{rate:.2f} GB/s" if rate else "-"
+
+
+def _ladder(book: Book) -> Text | None:
+    """What moved between the tiers."""
+    if len(book.stat.get("tiers", [])) < 2:
+        for name in _LADDER:
+            book.get(name)
+        return None
+    return _join(
+        _said("down", book.reasons("demotions")),
+        _said("up", book.reasons("shards_promoted")),
+        _said("kept", book.count("chunks_kept") if book.total("chunks_kept") else ""),
+        _said("writes", book.reasons("shards_written", "ok")),
+        _said("reads", book.reasons("shards_fetched", "ok")),
+        _said("deletes", book.reasons("shards_deleted", "ok", "miss")),
+        _said("evicted below", book.reasons("chunks_evicted_below")),
+        _said("scrubbed", book.reasons("shards_scrubbed")),
+        _said("moving", book.count("moving") if book.total("moving") else ""),
+        _said("queued", book.count("fetches_queued") if book.total("fetches_queued") else ""),
+        _said(
+            "first hits hold", book.size("transient_bytes") if book.total("transient_bytes") else ""
+        ),
+        _said("recovered", book.count("records_recovered")),
+        _said("waiting for their spec", book.count("records_waiting"))
+        if book.total("records_waiting")
+        else "",
+    )
+
+
+_LADDER = (
+    "demotions",
+    "shards_promoted",
+    "chunks_kept",
+    "shards_written",
+    "shards_fetched",
+    "shards_deleted",
+    "chunks_evicted_below",
+    "shards_scrubbed",
+    "moving",
+    "fetches_queued",
+    "transient_bytes",
+    "records_recovered",
+    "records_waiting",
+)
+
+
 def _facts(output: Output, book: Book) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
@@ -166,6 +239,7 @@ def _facts(output: Output, book: Book) -> Table:
         ("loads", _loads(book)),
         ("stores", _stores(book)),
         ("evictions", _evictions(book)),
+        ("ladder", _ladder(book)),
         ("leases", _leases(book)),
         ("writes", _writes(book)),
         ("sessions", _sessions(book)),
