@@ -17,6 +17,7 @@ from math import exp2, log2, nan
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvd.eviction.crf import FAR
 from kvd.eviction.ghosts import Ghosts
@@ -113,6 +114,11 @@ class Adaptive(LeafPolicy):
             self._hits[e] += hits
         self._after(time, len(fresh))
 
+    def _came(self, chunks: NDArray[np.int64], times: NDArray[np.int64]) -> None:
+        for half_ns, column in zip(self._half_ns, self._columns_of, strict=True):
+            np.frombuffer(column)[chunks] = times / half_ns
+        self._peak = max(self._peak, self._len)
+
     def _gone(self, chunk: int, evicted: bool) -> None:
         if chunk < len(self._heir_entry):
             self._heir_entry[chunk] = nan
@@ -189,3 +195,36 @@ class Adaptive(LeafPolicy):
         if not self.resident(chunk):
             return 0.0
         return worth(self._peek(now) - self._score[chunk] * self._half_ns[self._ruler])
+
+    # -- restart --------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        ids = np.flatnonzero(np.frombuffer(self._home, dtype=np.int32) >= 0)
+        return {
+            **super().snapshot(),
+            "half_ns": self._half_ns,
+            "experts": [
+                np.frombuffer(column)[ids].astype("<f8").tobytes() for column in self._columns_of
+            ],
+            "ruler": self._ruler,
+            "peak": self._peak,
+            "bars": self._bars,
+            "hits": self._hits,
+            "judge_at": self._judge_at,
+            "ghosts": self._ghosts.snapshot(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if state.get("half_ns", self._half_ns) != self._half_ns:  # every S counts half-lives
+            raise ValueError("snapshot was taken with other half-lives")
+        self._ruler = int(state["ruler"])
+        self._score = self._columns_of[self._ruler]
+        super().restore(state)
+        ids = np.frombuffer(state["ids"], dtype="<i8")
+        for column, packed in zip(self._columns_of, state["experts"], strict=True):
+            if len(ids):
+                np.frombuffer(column)[ids] = np.frombuffer(packed, dtype="<f8")
+        self._peak, self._judge_at = int(state["peak"]), int(state["judge_at"])
+        self._bars = [float(bar) for bar in state["bars"]]
+        self._hits = [float(hits) for hits in state["hits"]]
+        self._ghosts.restore(state["ghosts"])

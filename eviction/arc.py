@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvd.eviction.ghosts import Ghosts
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy
 from kvd.eviction.walk import Walk
@@ -45,6 +48,10 @@ class Arc(LeafPolicy):
         self._peak = max(self._peak, self._len)
         return float(time)
 
+    def _came(self, chunks: NDArray[np.int64], times: NDArray[np.int64]) -> None:
+        super()._came(chunks, times)
+        self._peak = max(self._peak, self._len)
+
     def _use(self, chunk: int, time: int, same: bool) -> None:
         self._score[chunk] = float(time)
         home = self._home[chunk]
@@ -63,13 +70,13 @@ class Arc(LeafPolicy):
         share = self._target / max(self._len, 1)
         while True:
             which = ONCE if once > share * (once + again) else AGAIN
-            chunk = walk.take(which)
+            chunk = walk.take_either(which, 1 - which)
             if chunk < 0:
-                which = 1 - which
-                chunk = walk.take(which)
-                if chunk < 0:
-                    return
-            once, again = (once - 1, again) if which == ONCE else (once, again - 1)
+                return
+            if self._home[chunk] == home:
+                once -= 1
+            else:
+                again -= 1
             yield chunk
 
     def coldness(self, queue: int, now: int) -> float | None:

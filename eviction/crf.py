@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from math import exp2, log2
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvd.eviction.ghosts import Ghosts
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy, worth
 
@@ -67,6 +70,10 @@ class Crf(LeafPolicy):
         if evicted:
             values = (self._score[chunk], self._used[chunk])
             self._ghosts.put(self._digest[chunk], values, int(self._factor * self._peak))
+
+    def _came(self, chunks: NDArray[np.int64], times: NDArray[np.int64]) -> None:
+        np.frombuffer(self._score)[chunks] = times / self._half_ns
+        self._peak = max(self._peak, self._len)
 
     def value(self, chunk: int, now: int) -> float:
         if not self.resident(chunk):

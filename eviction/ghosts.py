@@ -1,7 +1,8 @@
 """What is remembered of chunks that were evicted.
 
 The law of this module: bounded, first in first out, and a digest is here or resident, never both:
-`take` removes. 64-bit digests can collide; the price is a wrong score, never a wrong byte.
+`take` removes. At most `MOST` (some 70 MB), however large the cache. 64-bit digests can collide;
+the price is a wrong score, never a wrong byte.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+MOST = 1 << 19
 
 
 class Ghosts:
@@ -30,10 +33,11 @@ class Ghosts:
     def __contains__(self, digest: int) -> bool:
         return digest in self._place
 
-    def put(self, digest: int, values: tuple[float, ...], limit: int) -> None:
-        """Remember; at most `limit` digests, the oldest goes."""
+    def put(self, digest: int, values: tuple[float, ...], limit: int) -> tuple[float, ...] | None:
+        """Remember; at most `limit` digests. What had to go for it, the oldest, is returned."""
+        limit = min(limit, MOST)
         if limit <= 0:
-            return
+            return values
         self._place.pop(digest, None)
         hand, width = self._hand, self._width
         if hand >= len(self._digest):
@@ -42,15 +46,17 @@ class Ghosts:
                 self._values.extend(values)
                 self._place[digest] = hand
                 self._hand = hand + 1
-                return
+                return None
             hand = 0
-        old = self._digest[hand]
+        old, lost = self._digest[hand], None
         if self._place.get(old) == hand:
             del self._place[old]
+            lost = tuple(self._values[hand * width : (hand + 1) * width])
         self._digest[hand] = digest
         self._values[hand * width : (hand + 1) * width] = array("d", values)
         self._place[digest] = hand
         self._hand = hand + 1
+        return lost
 
     def take(self, digest: int) -> tuple[float, ...] | None:
         """What was remembered, and forget it."""

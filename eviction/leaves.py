@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from math import nan
 from typing import Any
@@ -127,7 +127,8 @@ class LeafPolicy(Policy):
         heappush(heap, (score, chunk))
 
     def _top(self, home: int) -> int:
-        """The leaf with the lowest score, or -1; puts stale entries right on the way."""
+        """The leaf with the lowest score but for what is held back, or -1; puts stale entries
+        right on the way."""
         heap = self._heaps.get(home)
         while heap:
             score, chunk = heap[0]
@@ -141,10 +142,14 @@ class LeafPolicy(Policy):
                 heapreplace(heap, (self._score[chunk], chunk))
             else:
                 return chunk
-        newest = self._newest
-        if newest >= 0 and self._home[newest] == home and not self._kids[newest]:
-            return newest
         return ABSENT
+
+    def _held(self, queue: int) -> int:
+        """The chunk that is held back, if it is a leaf of this queue, or -1."""
+        newest = self._newest
+        if newest < 0 or self._kids[newest] or self._home[newest] // self._lists != queue:
+            return ABSENT
+        return newest
 
     def resident(self, chunk: int) -> bool:
         """Whether the id is here now."""
@@ -155,8 +160,7 @@ class LeafPolicy(Policy):
     def insert(
         self, chunk: int, *, parent: int, queue: int, size: int, ghost: int, now: int
     ) -> None:
-        if chunk >= len(self._home):
-            self._grow(chunk + 1)
+        self._grow(max(chunk, parent) + 1)
         time = self._clock(now)
         newest, self._newest = self._newest, chunk
         home = queue * self._lists + self._list_of(chunk, ghost)
@@ -167,14 +171,51 @@ class LeafPolicy(Policy):
         self._entry[chunk] = nan
         self._parent[chunk] = parent
         if parent >= 0:
-            if parent >= len(self._home):
-                self._grow(parent + 1)
             self._parent_life[chunk] = self._life[parent]
             self._kids[parent] += 1
         self._len += 1
         self._score[chunk] = self._first(chunk, ghost, size, time)
         if newest >= 0 and not self._kids[newest]:
             self._expose(newest)
+
+    def load(
+        self,
+        order: NDArray[np.int64],
+        born: NDArray[np.int64],
+        *,
+        parents: NDArray[np.int64],
+        queue: int,
+        size: int,
+        ghost: Callable[[int], int],
+    ) -> None:
+        if not len(order):
+            return
+        self._grow(int(max(order.max(), parents.max())) + 1)
+        if self._origin is None:
+            self._origin = int(born.min()) - self._time - 1
+        # None before its descendants: an ancestor was used as late as they were.
+        times = np.maximum.accumulate(born) - self._origin
+        self._time = max(self._time, int(times[-1]))
+        home = queue * self._lists
+        np.frombuffer(self._home, np.int32)[order] = home
+        np.frombuffer(self._used)[order] = times
+        np.frombuffer(self._entry)[order] = nan
+        np.frombuffer(self._parent, np.int32)[order] = parents
+        np.frombuffer(self._digest, np.uint64)[order] = [ghost(chunk) for chunk in order.tolist()]
+        linked = order[parents >= 0]
+        above = parents[parents >= 0]
+        lives = np.frombuffer(self._life, np.uint32)
+        np.frombuffer(self._parent_life, np.uint32)[linked] = lives[above]
+        np.add.at(np.frombuffer(self._kids, np.int32), above, 1)
+        self._count[home] = self._count.get(home, 0) + len(order)
+        self._len += len(order)
+        self._came(order, times)
+        for chunk in order[np.frombuffer(self._kids, np.int32)[order] == 0].tolist():
+            self._expose(chunk)
+
+    def _came(self, chunks: NDArray[np.int64], times: NDArray[np.int64]) -> None:
+        """Scores of many that became resident at once, without ghosts; they are in list 0."""
+        np.frombuffer(self._score)[chunks] = times
 
     def touch(self, chain: Sequence[int], now: int) -> None:
         time = self._clock(now)
@@ -205,11 +246,13 @@ class LeafPolicy(Policy):
 
     def victims(self, queue: int, now: int) -> Iterator[int]:
         walk = Walk(self, (queue * self._lists,))
-        while (chunk := walk.take(0)) >= 0:
+        while (chunk := walk.take(0)) >= 0 or (chunk := walk.last()) >= 0:
             yield chunk
 
     def coldness(self, queue: int, now: int) -> float | None:
         chunk = self._top(queue * self._lists)
+        if chunk < 0:
+            chunk = self._held(queue)
         return None if chunk < 0 else self.value(chunk, now)
 
     def value(self, chunk: int, now: int) -> float:
@@ -229,6 +272,8 @@ class LeafPolicy(Policy):
         return parent if self._life[parent] == self._parent_life[chunk] else ABSENT
 
     def _grow(self, need: int) -> None:
+        if need <= len(self._home):
+            return
         more = max(need, 2 * len(self._home), 64) - len(self._home)
         for field, fill in self._columns():
             field.extend(array(field.typecode, [fill]) * more)
@@ -252,10 +297,14 @@ class LeafPolicy(Policy):
     def snapshot(self) -> dict[str, Any]:
         """Columns of the resident chunks, little-endian; scores and time are our own."""
         ids = np.flatnonzero(np.frombuffer(self._home, dtype=np.int32) >= 0).astype("<i8")
-        parents = np.array([self._parent_of(c) for c in ids.tolist()], dtype="<i8")
+        parents = np.frombuffer(self._parent, dtype=np.int32)[ids].astype("<i8")
+        lives = np.frombuffer(self._life, dtype=np.uint32)
+        known = np.frombuffer(self._parent_life, dtype=np.uint32)[ids]
+        parents[(parents >= 0) & (lives[parents] != known)] = ABSENT
         return {
             "policy": self.name,
             "time": self._time,
+            "newest": self._newest,
             "ids": ids.tobytes(),
             "parent": parents.tobytes(),
             **{name: self._column(name, ids).tobytes() for name in self._saved()},
@@ -273,7 +322,8 @@ class LeafPolicy(Policy):
             return
         if int(ids.min()) < 0:
             raise ValueError("negative chunk id in a snapshot")
-        self._grow(int(ids.max()) + 1)
+        self._grow(int(max(ids.max(), parents.max())) + 1)
+        self._newest = int(state["newest"])
         for name in self._saved():
             column: array[Any] = getattr(self, name)
             values = np.frombuffer(state[name], dtype=np.dtype(column.typecode).newbyteorder("<"))
@@ -281,14 +331,14 @@ class LeafPolicy(Policy):
                 raise ValueError(f"snapshot column {name} has {len(values)} of {len(ids)} values")
             np.frombuffer(column, dtype=column.typecode)[ids] = values
         for chunk, parent in zip(ids.tolist(), parents.tolist(), strict=True):
-            if self.resident(parent):
-                self._parent[chunk] = parent
+            self._parent[chunk] = parent
+            if parent >= 0:
                 self._parent_life[chunk] = self._life[parent]
                 self._kids[parent] += 1
         for chunk in ids.tolist():
             home = self._home[chunk]
             self._count[home] = self._count.get(home, 0) + 1
-            if not self._kids[chunk]:
+            if not self._kids[chunk] and chunk != self._newest:
                 self._entry[chunk] = self._score[chunk]
                 self._heaps.setdefault(home, []).append((self._score[chunk], chunk))
         for heap in self._heaps.values():

@@ -9,6 +9,9 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy
 
 
@@ -34,6 +37,10 @@ class Lfuda(LeafPolicy):
     def _gone(self, chunk: int, evicted: bool) -> None:
         if evicted:
             self._age = max(self._age, float(int(self._score[chunk])))
+
+    def _came(self, chunks: NDArray[np.int64], times: NDArray[np.int64]) -> None:
+        np.frombuffer(self._uses, np.uint32)[chunks] = 1
+        np.frombuffer(self._score)[chunks] = 1.0 + self._age + times * 1e-18
 
     def value(self, chunk: int, now: int) -> float:
         return max(0.0, self._score[chunk] - self._age) if self.resident(chunk) else 0.0

@@ -21,12 +21,13 @@ from kvd.eviction.crf import Crf
 from kvd.eviction.fifo import Fifo
 from kvd.eviction.lfuda import Lfuda
 from kvd.eviction.lru import Lru
+from kvd.eviction.reuse import Reuse
 from kvd.eviction.s3fifo import S3Fifo
 
-DEFAULT = "adaptive"
+DEFAULT = "reuse"
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Adaptive, Arc, Crf, Fifo, Lfuda, Lru, S3Fifo)
+    policy.name: policy for policy in (Adaptive, Arc, Crf, Fifo, Lfuda, Lru, Reuse, S3Fifo)
 }
 
 # `importlib.import_module`, handed in by who may import: this folder does no I/O.

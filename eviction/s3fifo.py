@@ -11,6 +11,9 @@ from array import array
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvd.eviction.ghosts import Ghosts
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy
 from kvd.eviction.walk import Walk
@@ -42,6 +45,10 @@ class S3Fifo(LeafPolicy):
             self._promote(self._parent_of(chunk), time)
         return float(time)
 
+    def _came(self, chunks: NDArray[np.int64], times: NDArray[np.int64]) -> None:
+        super()._came(chunks, times)
+        self._peak = max(self._peak, self._len)
+
     def _use(self, chunk: int, time: int, same: bool) -> None:
         if not same:
             self._uses[chunk] = min(self._uses[chunk] + 1, _MOST)
@@ -61,7 +68,9 @@ class S3Fifo(LeafPolicy):
             chunk = self._top(home + which)
             if chunk < 0:
                 chunk = self._top(home + 1 - which)
-            if chunk < 0 or not self._uses[chunk] or chunk == self._newest:
+            if chunk < 0:
+                return self._held(queue)
+            if not self._uses[chunk]:
                 return chunk
             time = self._clock(now)
             if self._home[chunk] == home:
@@ -86,13 +95,13 @@ class S3Fifo(LeafPolicy):
         small, main = self._count.get(home, 0), self._count.get(home + 1, 0)
         while True:
             which = self._which(small, main)
-            chunk = walk.take(which)
+            chunk = walk.take_either(which, 1 - which)
             if chunk < 0:
-                which = 1 - which
-                chunk = walk.take(which)
-                if chunk < 0:
-                    return
-            small, main = (small - 1, main) if which == SMALL else (small, main - 1)
+                return
+            if self._home[chunk] == home:
+                small -= 1
+            else:
+                main -= 1
             yield chunk
 
     def coldness(self, queue: int, now: int) -> float | None:

@@ -54,35 +54,55 @@ class Walk:
             if heap:
                 front.append((*heap[0], 0))
         newest = policy._newest
-        if newest >= 0 and policy._home[newest] in homes and not policy._kids[newest]:
-            self._late[homes.index(policy._home[newest])].append(newest)
+        held = newest >= 0 and policy._home[newest] in homes and not policy._kids[newest]
+        self._last = newest if held else -1
 
-    def take(self, which: int) -> int:
+    def last(self) -> int:
+        """What is held back until nothing else is left, once, or -1."""
+        chunk, self._last = self._last, -1
+        return self._named(chunk) if chunk >= 0 else -1
+
+    def peek(self, which: int) -> int:
         """The next candidate of list number `which`, or -1."""
         policy, front, home = self._policy, self._front[which], self._homes[which]
         heap = policy._heaps.get(home, [])
         while front:
-            score, chunk, place = heappop(front)
-            if place >= 0:
-                for child in (2 * place + 1, 2 * place + 2):
-                    if child < len(heap):
-                        heappush(front, (*heap[child], child))
-                if (
-                    policy._entry[chunk] != score
-                    or policy._home[chunk] != home
-                    or policy._kids[chunk]
-                ):
-                    continue
-                if policy._score[chunk] != score:
-                    heappush(front, (policy._score[chunk], chunk, _RESOLVED))
-                    continue
-            if self._veto is not None and self._veto(chunk):
-                self._late[which].append(chunk)
-                continue
-            return self._named(chunk)
-        if self._late[which]:
-            return self._named(self._late[which].pop(0))
-        return -1
+            score, chunk, place = front[0]
+            if place == _RESOLVED:
+                return chunk
+            heappop(front)
+            for child in (2 * place + 1, 2 * place + 2):
+                if child < len(heap):
+                    heappush(front, (*heap[child], child))
+            if policy._entry[chunk] == score and policy._home[chunk] == home:
+                if not policy._kids[chunk]:
+                    self._join(chunk, which)
+        late = self._late[which]
+        return late[0] if late else -1
+
+    def take(self, which: int) -> int:
+        """Name the next candidate of a list: its parent may follow. -1: there is none."""
+        chunk = self.peek(which)
+        if chunk < 0:
+            return -1
+        if self._front[which]:
+            heappop(self._front[which])
+        else:
+            self._late[which].pop(0)
+        return self._named(chunk)
+
+    def take_either(self, which: int, other: int) -> int:
+        """The next candidate of a list, of another if it has none, or what is held back."""
+        chunk = self.take(which)
+        if chunk < 0:
+            chunk = self.take(other)
+        return chunk if chunk >= 0 else self.last()
+
+    def _join(self, chunk: int, which: int) -> None:
+        if self._veto is not None and self._veto(chunk):
+            self._late[which].append(chunk)
+        else:
+            heappush(self._front[which], (self._policy._score[chunk], chunk, _RESOLVED))
 
     def _named(self, chunk: int) -> int:
         policy = self._policy
@@ -91,6 +111,5 @@ class Walk:
             left = self._left.get(parent, policy._kids[parent]) - 1
             self._left[parent] = left
             if not left and policy._home[parent] in self._homes:
-                which = self._homes.index(policy._home[parent])
-                heappush(self._front[which], (policy._score[parent], parent, _RESOLVED))
+                self._join(parent, self._homes.index(policy._home[parent]))
         return chunk

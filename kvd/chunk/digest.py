@@ -8,11 +8,16 @@ forgery: whoever can write the arena can also write what it holds.
 from __future__ import annotations
 
 import struct
+from typing import Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 BLOCK_BYTES = 1 << 20
 DIGEST_BYTES = 16
+
+_STEP_BYTES = 512 << 10  # what a copy leaves in a core's cache for the hash behind it
 
 _LENGTH = struct.Struct("<Q")
 
@@ -41,6 +46,27 @@ def root_digest(blocks: bytes, length: int) -> bytes:
 def payload_digest(view: Buffer) -> bytes:
     """16 bytes for a C-contiguous buffer of any length and format (bytes count, never values)."""
     return root_digest(block_digests(view), memoryview(view).nbytes)
+
+
+def copy_with_digest(target: NDArray[Any], source: NDArray[Any]) -> bytes:
+    """Copy a payload and return the digest of what arrived. Both are flat uint8 arrays of one
+    length. Each piece is hashed while it is still in the cache: a copy and a hash of the whole,
+    one after the other, read memory once more."""
+    if target.dtype != np.uint8 or source.dtype != np.uint8 or target.shape != source.shape:
+        raise ValueError(
+            f"flat uint8 arrays of one length are due, not {target.dtype}{target.shape} "
+            f"and {source.dtype}{source.shape}"
+        )
+    blocks = []
+    for block in range(0, target.nbytes, BLOCK_BYTES):
+        digest = xxhash.xxh3_64()
+        end = min(block + BLOCK_BYTES, target.nbytes)
+        for at in range(block, end, _STEP_BYTES):
+            to = min(at + _STEP_BYTES, end)
+            np.copyto(target[at:to], source[at:to])
+            digest.update(target[at:to].data)
+        blocks.append(digest.intdigest().to_bytes(8, "little"))
+    return root_digest(b"".join(blocks), target.nbytes)
 
 
 def verify_blocks(view: Buffer, blocks: bytes, first: int = 0) -> bool:

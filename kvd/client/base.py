@@ -13,8 +13,9 @@ from typing import NamedTuple, TypeVar
 from kvd.chunk import NO_PARENT, Kind, KVSpec
 from kvd.client.call import Call
 from kvd.client.channel import Channel
+from kvd.client.durations import deadline_ns
 from kvd.client.handles import Lookup, Reservation
-from kvd.client.keys import Hashes, pack_fingerprints, pack_hashes
+from kvd.client.keys import Hashes, pack_fingerprints, pack_hashes, whole, whole_numbers
 from kvd.client.link import Link
 from kvd.client.settings import Info
 from kvd.client.stream import Keys
@@ -79,8 +80,9 @@ class ClientBase:
     # -- for streams and handles ---------------------------------------------------------------
 
     def deadline_ns(self, timeout_s: float | None) -> int:
-        """CLOCK_MONOTONIC of this process, so many seconds (default `timeout_s`) from now."""
-        return time.monotonic_ns() + int((self.timeout_s if timeout_s is None else timeout_s) * 1e9)
+        """CLOCK_MONOTONIC of this process, so many seconds (default `timeout_s`) from now; a
+        negative number is now. LimitExceeded if it is nan, or more than TIMEOUT_MAX_S."""
+        return deadline_ns(self.timeout_s if timeout_s is None else timeout_s)
 
     @staticmethod
     def left_s(deadline_ns: int) -> float:
@@ -143,16 +145,17 @@ class ClientBase:
     ) -> Keys:
         packed = pack_hashes(hashes)
         count = len(packed) // 32
-        if parent is not None and len(parent) != 32:
-            raise BadKey(f"parent: 32 bytes are due, {len(parent)} came")
+        before = NO_PARENT if parent is None else pack_hashes(parent)
+        if len(before) != 32:
+            raise BadKey(f"parent: 32 bytes are due, {len(before)} came")
         return Keys(
             self._digest(spec, timeout_s),
-            int(kind),
-            tuple(shards),
+            whole(kind, "kind"),
+            tuple(whole_numbers(shards, "shards")),
             packed,
             None if fingerprints is None else pack_fingerprints(fingerprints, count),
-            NO_PARENT if parent is None else parent,
-            index0,
+            before,
+            whole(index0, "index0"),
             None,
             None,
         )

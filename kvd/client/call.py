@@ -7,10 +7,10 @@ lock; afterwards nothing changes but the decoded value, which is the same whoeve
 
 from __future__ import annotations
 
-import time
 from _thread import LockType
 from typing import TYPE_CHECKING
 
+from kvd.client.durations import deadline_ns
 from kvd.errors import KvdError
 from kvd.wire.messages import OP_OF, Reply, Request, decode_error, decode_reply, encode_request
 from kvd.wire.ops import FrameFlag
@@ -107,7 +107,7 @@ class Call:
         if not self.done:
             until_ns = self.deadline_ns
             if timeout_s is not None:
-                until_ns = min(until_ns, time.monotonic_ns() + int(timeout_s * 1e9))
+                until_ns = min(until_ns, deadline_ns(timeout_s))
             self._channel.wait(self, until_ns)
             if not self.done:
                 raise TimeoutError(f"no answer within {timeout_s} s; the call goes on")

@@ -187,10 +187,10 @@ class Channel(Waiters):
     def _pump(self, now: int) -> None:
         """Everything that can be done without blocking: connect, send, receive, expire."""
         link = self._link
-        if link is not None and link.phase is not Phase.ATTACHING:
-            self._drain(link)
-        elif link is not None:
+        if link is not None and link.phase is Phase.ATTACHING:
             self._attach_event()
+        elif link is not None and not (self._queue and link.room and self._flush(now)):
+            self._drain(link)  # a flush that sent something has drained
         if self._deadlines and now >= self._deadlines[0][0]:
             self._expire(now)
         if now >= self._resend_ns:
@@ -198,25 +198,26 @@ class Channel(Waiters):
         if self._queue:
             self._flush(now)
 
-    def _flush(self, now: int) -> None:
+    def _flush(self, now: int) -> bool:
+        """Send what may be sent now. True if something was, and the socket was drained then."""
         while self._queue and self._queue[0].done:  # given up while they waited here
             self._queue.popleft()
         if not self._queue:
-            return
+            return False
         if self._link is None:
             if now < self._connect_ns:
-                return
+                return False
             self._connect(now)
         link = self._link
         if link is None:
-            return
+            return False
         if link.phase is Phase.GREETING and now >= link.hello_resend_ns:
             try:
                 if link.hello_resend_ns:
                     link.send_hello()
             except KvdError as error:
                 self._failed(link, error)
-                return
+                return True
             link.hello_resend_ns = now + _RESEND_NS
         sent = False
         while self._queue and link.room:
@@ -233,7 +234,7 @@ class Channel(Waiters):
                     break
             except KvdError as error:
                 self._failed(link, error)
-                return
+                return True
             sent = True
             self._queue.popleft()
             call.tries += 1
@@ -244,6 +245,7 @@ class Channel(Waiters):
             self._resend_ns = min(self._resend_ns, call.resend_ns)
         if sent:
             self._drain(link)  # sending may have consumed the descriptor's edge
+        return sent
 
     def _connect(self, now: int) -> None:
         """Begin a new link. Nothing is waited for."""

@@ -8,6 +8,7 @@ miss.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
@@ -15,6 +16,7 @@ from typing import Self
 from kvd.client import fork
 from kvd.client.call import Call
 from kvd.client.channel import Channel
+from kvd.client.durations import check_timeout
 from kvd.client.loading import Loading
 from kvd.client.looking import Looking
 from kvd.client.memory import Memory
@@ -35,7 +37,8 @@ class Client(Storing, Loading, Looking):
     daemon. `map_memory=False`: bytes travel inline. `prefault`: fault the arena in, in the
     background. `trace`: gives the trace context for each request.
 
-    ConfigError if the socket's path can't be one. Nothing is connected before the first call.
+    ConfigError if the socket's path can't be one, or `timeout_s` is not from 0 s to 30 days (the
+    longest deadline of a call, too: LimitExceeded). Nothing is connected before the first call.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Client(Storing, Loading, Looking):
         settings = Settings(
             path, endpoint, name, group, token, expected_instance, map_memory, curve, trace
         )
-        self.timeout_s = timeout_s
+        self.timeout_s = check_timeout(timeout_s)
         self._memory = Memory(prefault=prefault)
         self._specs = {}
         self._registered = set()
@@ -139,6 +142,8 @@ class Client(Storing, Loading, Looking):
         self.close()
 
     def __del__(self) -> None:
+        if sys.is_finalizing():  # half of the modules are gone; the kernel closes everything
+            return
         channel = getattr(self, "_channel", None)
         if channel is not None and fork.is_ours(channel):
             channel.close()

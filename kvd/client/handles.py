@@ -19,8 +19,9 @@ from numpy.typing import DTypeLike, NDArray
 from kvd.chunk import Outcome, payload_digest
 from kvd.client.call import Call
 from kvd.client.channel import Channel
+from kvd.client.durations import TIMEOUT_MAX_S, deadline_ns, span_ns
 from kvd.client.keys import outcomes as named
-from kvd.client.keys import pack_items
+from kvd.client.keys import pack_digests, pack_items
 from kvd.client.link import Link
 from kvd.client.memory import Slots
 from kvd.client.settings import LEASE_MARGIN_NS, SharedLease
@@ -58,8 +59,9 @@ class Handle:
 
     def _submit(self, message: m.Request, timeout_s: float | None = None) -> Call:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
-        return self._channel.submit(message, deadline_ns=deadline_ns, serial=self._link.serial)
+        return self._channel.submit(
+            message, deadline_ns=deadline_ns(timeout_s), serial=self._link.serial
+        )
 
     def _forget(self, message: m.Request) -> None:
         """Send without waiting; if there is no session any more, it has ended there as well."""
@@ -135,7 +137,7 @@ class Reservation(Handle):
             raise ValueError(f"{len(chosen)} digests are due, {len(digests)} came")
         packed = None if len(chosen) == len(self.granted) else pack_items(chosen)
         return self._submit(
-            m.Commit(self.write, packed, None if digests is None else b"".join(digests)),
+            m.Commit(self.write, packed, None if digests is None else pack_digests(digests)),
             timeout_s,
         )
 
@@ -237,7 +239,7 @@ class Transfer(Handle):
         """Results that became ready and were not handed out before; waits until there is one, all
         are known, or `timeout_s` (the client's default) has passed."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        until_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+        until_ns = deadline_ns(timeout_s)
         while not self._fresh and not self.done:
             left_ns = until_ns - time.monotonic_ns()
             if left_ns <= 0:
@@ -248,7 +250,7 @@ class Transfer(Handle):
 
     def _ask(self, left_ns: int) -> None:
         message = m.Wait(self.id, self._known, min(left_ns, _WAIT_NS))
-        reply = self._submit(message, left_ns / 1e9 + 1.0).result()
+        reply = self._submit(message, min(left_ns / 1e9 + 1.0, TIMEOUT_MAX_S)).result()
         if not isinstance(reply, m.WaitReply):
             raise ProtocolError("not the answer to a wait")
         items = np.frombuffer(reply.items, dtype="<u4")
@@ -264,7 +266,7 @@ class Transfer(Handle):
         self.done = reply.done
 
     def __iter__(self) -> Iterator[int]:
-        until_ns = time.monotonic_ns() + int(self._timeout_s * 1e9)
+        until_ns = deadline_ns(self._timeout_s)
         while True:
             ready = self.wait(max(0.0, (until_ns - time.monotonic_ns()) / 1e9))
             yield from ready
@@ -382,7 +384,7 @@ class Lease(Handle):
 
     def renew(self, seconds: float, *, timeout_s: float | None = None) -> int:
         """Hold on for `seconds` from now on; the new expiry. UnknownHandle if it ended already."""
-        reply = self._submit(m.Renew(self.id, int(seconds * 1e9)), timeout_s).result()
+        reply = self._submit(m.Renew(self.id, span_ns(seconds, "seconds")), timeout_s).result()
         if not isinstance(reply, m.LeaseReply):
             raise ProtocolError("not the answer to a renew")
         self.expiry_ns = reply.expiry - self._link.offset_ns

@@ -1,23 +1,26 @@
 """What callers give as keys, packed for the wire.
 
-The law of this module: sizes are checked here, before anything is sent; what is packed already is
-taken as it is.
+The law of this module: sizes, kinds and ranges are checked here, before anything is sent, and any
+container of integers will do; what is packed already is taken as it is. BadKey for the rest.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.chunk import FINGERPRINT_BYTES, HASH_BYTES, NO_FINGERPRINT, Outcome
+from kvd.chunk import DIGEST_BYTES, FINGERPRINT_BYTES, HASH_BYTES, NO_FINGERPRINT, Outcome
 from kvd.errors import BadKey
 
 Packed = bytes | bytearray | memoryview
 Hashes = Sequence[bytes] | Packed | NDArray[np.uint8]
 Numbers = Sequence[int] | Packed | NDArray[np.integer[Any]]
+
+U32 = 1 << 32
 
 _OUTCOMES = [Outcome.FAILED] * 256
 for _outcome in Outcome:
@@ -35,20 +38,35 @@ def _pack(value: Hashes, each: int, what: str) -> bytes:
     elif isinstance(value, (bytearray, memoryview)):
         data = bytes(value)
     elif isinstance(value, np.ndarray):
+        if value.dtype.kind not in "uSV":  # not as numbers of any width, nor as objects
+            raise BadKey(f"{what}: an array of bytes is due, not of {value.dtype}")
         data = value.tobytes()
     else:
-        for item in value:
-            if len(item) != each:
-                raise BadKey(f"{what}: {each} bytes each are due, one has {len(item)}")
-        data = b"".join(value)
+        data = _join(value, each, what)
     if len(data) % each:
         raise BadKey(f"{what}: {len(data)} bytes are no multiple of {each}")
     return data
 
 
+def _join(value: Iterable[bytes], each: int, what: str) -> bytes:
+    try:
+        items = list(value)
+        for item in items:
+            if len(item) != each:
+                raise BadKey(f"{what}: {each} bytes each are due, one has {len(item)}")
+        return b"".join(items)
+    except TypeError as error:
+        raise BadKey(f"{what}: {each} bytes each are due: {error}") from None
+
+
 def pack_hashes(value: Hashes) -> bytes:
     """32 bytes a key. BadKey if sizes do not fit."""
     return _pack(value, HASH_BYTES, "hashes")
+
+
+def pack_digests(value: Hashes) -> bytes:
+    """16 bytes a result. BadKey if sizes do not fit."""
+    return _pack(value, DIGEST_BYTES, "digests")
 
 
 def pack_fingerprints(value: Hashes | None, keys: int) -> bytes:
@@ -61,22 +79,51 @@ def pack_fingerprints(value: Hashes | None, keys: int) -> bytes:
     return data
 
 
+def whole(value: Any, what: str, below: int = U32) -> int:
+    """Any kind of integer, as an int. BadKey if it is none, or not 0 <= value < below."""
+    try:
+        number = operator.index(value)
+    except (TypeError, ValueError):  # ValueError: an array or tensor of several
+        raise BadKey(f"{what}: a whole number is due, not {_shown(value)}") from None
+    if not 0 <= number < below:
+        raise BadKey(f"{what}: {_shown(number)} is not from 0 to {below - 1}")
+    return number
+
+
+def whole_numbers(value: Any, what: str, below: int = U32) -> list[int]:
+    """Integers of any kind in any container. BadKey as for one."""
+    if isinstance(value, np.ndarray):
+        value = value.ravel().tolist()
+    try:
+        return [whole(item, what, below) for item in value]
+    except TypeError:
+        raise BadKey(f"{what}: several whole numbers are due, not {_shown(value)}") from None
+
+
 def pack_numbers(value: Numbers | None, dtype: str, keys: int, what: str) -> bytes | None:
-    """Little-endian numbers, one a key. BadKey if they are not `keys` or do not fit."""
+    """Little-endian unsigned numbers, one a key. BadKey if they are not `keys`, not whole, or out
+    of the range of `dtype`."""
     if value is None:
         return None
+    each = np.dtype(dtype).itemsize
     if isinstance(value, (bytes, bytearray, memoryview)):
         data = bytes(value)
     else:
-        try:
-            data = np.asarray(value).astype(dtype, casting="same_kind").tobytes()
-        except (TypeError, OverflowError, ValueError) as error:
-            raise BadKey(f"{what}: not all are whole numbers: {error}") from error
-    if len(data) != keys * np.dtype(dtype).itemsize:
-        raise BadKey(f"{what}: {keys} are due, {len(data) // np.dtype(dtype).itemsize} came")
+        # From Python's integers: numpy makes floats of 2**63 beside a smaller one.
+        data = np.array(whole_numbers(value, what, 1 << 8 * each), dtype=dtype).tobytes()
+    if len(data) != keys * each:
+        raise BadKey(f"{what}: {keys} are due, {len(data) // each} came")
     return data
 
 
 def pack_items(items: Iterable[int]) -> bytes:
-    """Little-endian u32 a result number."""
-    return np.fromiter(items, dtype="<u4").tobytes()
+    """Little-endian u32 a result number. BadKey if one is not such a number."""
+    return np.array(whole_numbers(items, "items"), dtype="<u4").tobytes()
+
+
+def _shown(value: object) -> str:
+    """A value in a message: short, whatever it is."""
+    if isinstance(value, int) and value.bit_length() > 80:
+        return f"a number of {value.bit_length()} bits"
+    shown = repr(value) if isinstance(value, (int, float, str, np.generic)) else ""
+    return shown if 0 < len(shown) <= 40 else type(value).__name__

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from kvd.chunk import Kind, Outcome
 from kvd.client.base import ClientBase, SpecLike
+from kvd.client.durations import span_ns
 from kvd.client.handles import Lease, Lookup
 from kvd.client.inline import InlineLoad, get_message
 from kvd.client.keys import Hashes, outcomes, pack_fingerprints
@@ -66,10 +67,10 @@ class Loading(ClientBase):
             keys.hashes,
             prints,
             int(flags),
-            int(lease_s * 1e9),
+            span_ns(lease_s, "lease_s"),
             keys.parent,
             keys.index0,
-            int(ttl_s * 1e9),
+            span_ns(ttl_s, "ttl_s"),
         )
         if not keys.keys:
             return Lookup.empty(self._channel, self.timeout_s)
@@ -110,9 +111,8 @@ class Loading(ClientBase):
         deadline_ns = self.deadline_ns(timeout_s)
         if not self.info(timeout_s).maps_memory:
             return InlineLoad(self, keys, take, every=every).run(deadline_ns)
-        stream = Load(
-            self, keys, take, batch, every=every, lease_ns=int(lease_s * 1e9), verify=verify
-        )
+        lease_ns = span_ns(lease_s, "lease_s")
+        stream = Load(self, keys, take, batch, every=every, lease_ns=lease_ns, verify=verify)
         return stream.run(deadline_ns)
 
     def get(

@@ -11,9 +11,10 @@ from typing import Any
 
 from kvd.chunk import Kind, Outcome
 from kvd.client.base import ClientBase, SpecHandle, SpecLike
+from kvd.client.durations import span_ns
 from kvd.client.handles import Reservation
 from kvd.client.inline import InlineStore, put_message
-from kvd.client.keys import Hashes, Numbers, outcomes, pack_fingerprints, pack_numbers
+from kvd.client.keys import Hashes, Numbers, outcomes, pack_fingerprints, pack_numbers, whole
 from kvd.client.stream import Copier, Keys, Store, as_bytes, copy_into
 from kvd.errors import SpecError
 from kvd.wire import messages as m
@@ -55,8 +56,8 @@ class Storing(ClientBase):
             keys.fingerprints or pack_fingerprints(None, keys.keys),
             pack_numbers(tokens, "<u4", keys.keys, "tokens"),
             pack_numbers(pos0, "<u8", keys.keys, "pos0"),
-            flags,
-            int(ttl_s * 1e9),
+            whole(flags, "flags"),
+            span_ns(ttl_s, "ttl_s"),
         )
         if not keys.keys:
             return Reservation.empty(self._channel, self.timeout_s)
@@ -96,7 +97,8 @@ class Storing(ClientBase):
         if not keys.keys:
             return []
         deadline_ns = self.deadline_ns(timeout_s)
-        ttl_ns = int(ttl_s * 1e9)
+        ttl_ns = span_ns(ttl_s, "ttl_s")
+        flags = whole(flags, "flags")
         if self.info(timeout_s).maps_memory:
             stream = Store(self, keys, fill, batch, flags=flags, ttl_ns=ttl_ns, seal=seal)
             return stream.run(deadline_ns)
@@ -165,7 +167,7 @@ class Storing(ClientBase):
         )
         if keys.fingerprints is None:
             keys = keys._replace(fingerprints=pack_fingerprints(None, 1))
-        message = put_message(keys, 0, 1, flags, int(ttl_s * 1e9))
+        message = put_message(keys, 0, 1, whole(flags, "flags"), span_ns(ttl_s, "ttl_s"))
         call = self.submit_at(message, deadline_ns, [raw.data])
         return outcomes(self._reply(call, m.OutcomesReply).outcomes)[0]
 

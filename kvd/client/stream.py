@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvd.chunk import NO_PARENT, Kind, Outcome, payload_digest
+from kvd.chunk import NO_PARENT, Kind, Outcome, copy_with_digest, payload_digest
 from kvd.client.call import Call
 from kvd.client.handles import Lookup, Reservation, Transfer
 from kvd.errors import ArenaError, LeaseLost, ProtocolError
@@ -95,6 +95,22 @@ def copy_out(source: memoryview, target: Any) -> None:
     if data.nbytes < source.nbytes:
         raise ValueError(f"the chunk has {source.nbytes} bytes, the buffer {data.nbytes}")
     np.copyto(data[: source.nbytes], np.frombuffer(source, dtype=np.uint8))
+
+
+def copy_into_with_digest(target: memoryview, source: Any) -> bytes:
+    """`copy_into`, and the digest of what is in the slot then."""
+    data = as_bytes(source)
+    if data.nbytes != target.nbytes:
+        raise ValueError(f"the chunk has {target.nbytes} bytes, the buffer {data.nbytes}")
+    return copy_with_digest(np.frombuffer(target, dtype=np.uint8), data)
+
+
+def copy_out_with_digest(source: memoryview, target: Any) -> bytes:
+    """`copy_out`, and the digest of what arrived."""
+    data = as_bytes(target)
+    if data.nbytes < source.nbytes:
+        raise ValueError(f"the chunk has {source.nbytes} bytes, the buffer {data.nbytes}")
+    return copy_with_digest(data[: source.nbytes], np.frombuffer(source, dtype=np.uint8))
 
 
 class Stream:
@@ -209,15 +225,17 @@ class Store(Stream):
         granted = reservation.granted
         if not granted:
             return
+        digests: list[bytes] | None = [] if self._seal else None
         for index in granted:
             view = reservation.view(index)
             if self.copier is not None:
                 self.copier(first + index, view)
+                if digests is not None:
+                    digests.append(payload_digest(view))
+            elif digests is not None:
+                digests.append(copy_into_with_digest(view, self.buffers[first + index]))
             else:
                 copy_into(view, self.buffers[first + index])
-        digests = None
-        if self._seal:
-            digests = [payload_digest(reservation.view(index)) for index in granted]
         left_s = self.client.left_s(self._deadline_ns)
         call = reservation.submit_commit(None, digests, timeout_s=left_s)
         self._commits.append((first, reservation, call))
@@ -334,11 +352,16 @@ class Load(Stream):
         for index in transfer:
             place = places[index]
             view = transfer.view(index)
+            arrived: bytes | None = None
             if self.copier is not None:
                 self.copier(place, view)
+                if self._verify:
+                    arrived = payload_digest(view)
+            elif self._verify:
+                arrived = copy_out_with_digest(view, self.buffers[place])
             else:
                 copy_out(view, self.buffers[place])
-            if self._verify and not self._holds(transfer, index, place, view):
+            if arrived is not None and not self._holds(transfer, index, arrived):
                 self.outcomes[place] = Outcome.CORRUPT
                 continue
             taken.append(index)
@@ -347,19 +370,14 @@ class Load(Stream):
                 self.outcomes[places[index]] = outcome
         self._check(transfer, taken, places)
 
-    def _holds(self, transfer: Transfer, index: int, place: int, view: memoryview) -> bool:
+    def _holds(self, transfer: Transfer, index: int, arrived: bytes) -> bool:
         """Whether what arrived is what the record's digest says; a chunk that is not sealed yet
         has none and stands on its identity and generation alone."""
         try:
             digest = transfer.digest(index)
         except ArenaError:  # the record is being rewritten: the check will tell
             return True
-        if digest is None:
-            return True
-        arrived: Any = view
-        if self.copier is None:
-            arrived = as_bytes(self.buffers[place])[: view.nbytes].data
-        return payload_digest(arrived) == digest
+        return digest is None or arrived == digest
 
     def _check(self, transfer: Transfer, taken: list[int], places: list[int]) -> None:
         """After the last byte: one check for the batch, one each only if that one fails."""

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvd.client.call import Call
+from kvd.client.durations import deadline_ns
 from kvd.errors import ClientClosed, Forked
 
 NEVER_NS = 1 << 62
@@ -77,7 +78,7 @@ class Waiters(ABC):
 
     def poll(self, timeout_s: float) -> list[Call]:
         """Tracked calls that are done, in order of completion; waits for one if there is none."""
-        until_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+        until_ns = deadline_ns(timeout_s)
         self._wait(self._has_finished, until_ns, None)
         with self.lock:
             done = [call for call in self._finished if not call.collected]

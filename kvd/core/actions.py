@@ -169,12 +169,14 @@ class LeaseHorizon(NamedTuple):
 
 
 class Seal(NamedTuple):
-    """Compute the digest of a slot in the background; answer with Sealed."""
+    """Compute the digest of a slot in the background; answer with Sealed. `urgent`: somebody waits
+    for it, so it is not put off."""
 
     record: int
     generation: int
     offset: int
     length: int
+    urgent: bool = False
 
 
 class Verify(NamedTuple):

@@ -59,7 +59,7 @@ class CoreConfig:
     max_specs: int = 4096
     write_share: float = 0.25  # of the arena: a session's unfinished and condemned writes
     lease_share: float = 0.5  # of the arena: a session's leases
-    seals_in_flight: int = 4
+    seals_in_flight: int = 64
     verifies_in_flight: int = 16
     copies_in_flight: int = 4
     horizon_slack_ns: int = 30 * SECOND_NS  # the lease horizon is moved in steps of this

@@ -46,6 +46,9 @@ from kvd.errors import (
 )
 from kvd.eviction.base import Policy
 
+# plain integers: arithmetic with enum members costs a microsecond on the hot path
+_LEASE, _LOAD = int(ev.LookupFlag.LEASE), int(ev.LookupFlag.LOAD)
+_RESERVE_MISSES = int(ev.LookupFlag.RESERVE_MISSES)
 _EXPIRE_SLICE = 64  # things that fall due looked at in one event
 _TOUCH_LIMIT = 64  # deferred uses beyond which an event applies some itself
 
@@ -62,7 +65,10 @@ class Core:
         self._fetches = Fetches(self._store, self._jobs, self._evictions)
         self._rooms = Rooms(self._store, self._jobs, self._fetches)
         self._scrubs = Scrubs(self._store, self._jobs, self._fetches)
-        self._demotions = Demotions(self._store, self._jobs, self._evictions, self._rooms)
+        self._seals = Seals(self._store)
+        self._demotions = Demotions(
+            self._store, self._jobs, self._evictions, self._rooms, self._seals.urge
+        )
         self._writes = Writes(self._store)
         self._reserves = Reserves(self._store, self._writes, self._evictions)
         self._leases = Leases(self._store)
@@ -70,7 +76,6 @@ class Core:
         self._leases.ended = self._transfers.lease_ended
         self._leases.kept = self._fetches.keep
         self._leases.second = self._demotions.hit
-        self._seals = Seals(self._store)
         self._listing = Listing(self._store, self._writes, self._rooms)
         self._adoption = Adoption(self._store, self._writes, self._jobs)
         self._recovery = Recovery(self._store, self._jobs, self._adoption)
@@ -435,10 +440,10 @@ class Core:
         if event.fingerprints is not None:
             self._checks.column("fingerprints", event.fingerprints, ev.FINGERPRINT_BYTES, count)
         flags = event.flags
-        if flags & ev.LookupFlag.LOAD and not flags & ev.LookupFlag.LEASE:
+        if flags & _LOAD and not flags & _LEASE:
             raise ProtocolError("a lookup that loads must lease: set both flags")
         ask = None
-        if flags & ev.LookupFlag.RESERVE_MISSES:
+        if flags & _RESERVE_MISSES:
             if event.fingerprints is None:
                 raise BadKey("a lookup that reserves its misses needs fingerprints")
             ask = self._checks.request(
@@ -460,7 +465,7 @@ class Core:
         )
         lease = looked.lease
         load = None
-        if lease is not None and flags & ev.LookupFlag.LOAD:
+        if lease is not None and flags & _LOAD:
             load = self._transfers.load(lease, None, shards)
         number, expiry = (lease.number, lease.expiry) if lease is not None else (0, 0)
         result = ac.LookupResult(

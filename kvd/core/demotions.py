@@ -10,6 +10,7 @@ wedges.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from math import ceil
 
 import numpy as np
@@ -52,11 +53,19 @@ class Move:
 class Demotions:
     """All writes to the tiers below."""
 
-    def __init__(self, store: Store, jobs: Jobs, evictions: Evictions, rooms: Rooms) -> None:
+    def __init__(
+        self,
+        store: Store,
+        jobs: Jobs,
+        evictions: Evictions,
+        rooms: Rooms,
+        urge: Callable[[int], None],
+    ) -> None:
         self._store = store
         self._jobs = jobs
         self._evictions = evictions
         self._rooms = rooms
+        self._urge = urge
         rooms.retry = self._retry
         evictions.coming = self._is_coming
         evictions.settled = self._settled
@@ -230,8 +239,7 @@ class Demotions:
         if any(cells.marks[cell] & col.MOVING for cell in every):
             return False
         missing = [c for c in every if cells.state[c] == col.READY and lower.state[c] != READY]
-        unsealed = any(not cells.marks[cell] & col.SEALED for cell in missing)
-        if not missing or (unsealed and not store.config.seals_in_flight):
+        if not missing:
             return False
         move = self.by_row[row] = Move(row, chunks.key_of(row), lower, why)
         store.ladder.hold(row)
@@ -245,7 +253,7 @@ class Demotions:
                 self._outbox[lower.number].append((move, cell))
             else:
                 self._sealing[cell] = move
-                store.unsealed.appendleft(cell)
+                self._urge(cell)
         return True
 
     def _sealed(self) -> None:

@@ -44,6 +44,17 @@ class Seals:
             nbytes = space.nbytes[cell - store.chunks.cell[row]]
             store.out.append(Seal(record, generation, store.slabs.offset(record), nbytes))
 
+    def urge(self, cell: int) -> None:
+        """Take a digest now: a demotion waits for it. Pre: the cell is ready and not sealed."""
+        store, cells = self._store, self._store.cells
+        cells.marks[cell] |= col.SEALING
+        record, generation = cells.record[cell], cells.generation[cell]
+        self._in_flight[record, generation] = cell
+        row = cells.chunk[cell]
+        nbytes = store.spaces.of(store.chunks.space[row]).nbytes[cell - store.chunks.cell[row]]
+        offset = store.slabs.offset(record)
+        store.out.append(Seal(record, generation, offset, nbytes, urgent=True))
+
     def sealed(self, record: int, generation: int, digest: bytes) -> None:
         """A digest was computed; an empty one says that it could not be."""
         store, cells = self._store, self._store.cells

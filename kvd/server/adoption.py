@@ -7,6 +7,7 @@ may still be copying: their slots stay out of use until the lock is free.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import secrets
 import time
@@ -111,13 +112,16 @@ def open_core(
         scan.invalid,
     )
     registry.store()
+    records, invalid = len(scan.records), len(scan.invalid)
+    del scan, stored
+    _trim()
     opened = Opened(
         core,
         actions,
         registry,
         locked,
-        len(scan.records),
-        len(scan.invalid),
+        records,
+        invalid,
         time.monotonic() - begun,
     )
     log.info(
@@ -128,6 +132,13 @@ def open_core(
         len(locked),
     )
     return opened
+
+
+def _trim() -> None:
+    """Give back what adoption needed for a moment: glibc keeps some 220 bytes a chunk of it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)
 
 
 def _decoded(specs: Sequence[bytes]) -> list[KVSpec]:

@@ -29,6 +29,9 @@ __all__ = ["Carrier"]
 
 log = logging.getLogger(__name__)
 
+_MOVES = frozenset({ev.Reserve, ev.Commit, ev.Load})  # before or behind them a client copies
+_RECORDS = (ac.AssignSlab, ac.WriteRecord, ac.PatchRecord)
+
 
 class Carrier:
     """Owns the core. `feed` is the only way to it."""
@@ -78,6 +81,8 @@ class Carrier:
             self._busy = False
 
     def _handle(self, event: Any) -> None:
+        if type(event) in _MOVES:
+            self._transfers.hush()
         try:
             actions = self.core.handle(event, time.monotonic_ns())
         except (
@@ -95,15 +100,22 @@ class Carrier:
         request.fail(ErrorCode.INTERNAL, f"unexpected {type(error).__name__} in the daemon")
 
     def run(self, actions: Sequence[Any]) -> None:
-        """Carry out a list of actions. One that fails is logged; the ones after it still go."""
+        """Carry out a list of actions. One that fails is logged; the ones after it still go, but
+        what a reply behind a failed record would tell is not true: it becomes an error."""
+        broken: Exception | None = None
         for action in actions:
             try:
-                self._carry[type(action)](action)
+                if broken is not None and isinstance(action, ac.Reply):
+                    self._give_up(action.request, broken)
+                else:
+                    self._carry[type(action)](action)
             except Exception as error:  # must not take the actions behind it along
                 log.exception("action failed: %s", type(action).__name__)
                 self._counters.reason("faults", "action")
                 if isinstance(action, ac.Reply):
                     self._give_up(action.request, error)
+                elif isinstance(action, _RECORDS):
+                    broken = error
         if self._ladder is not None:
             self._ladder.flush()
 
@@ -148,7 +160,7 @@ class Carrier:
                 f"seal record {action.record}",
                 lambda: payload_digest(view),
                 done,
-                background=True,
+                background=not action.urgent,
             )
         )
 

@@ -8,7 +8,10 @@ passed on as it is.
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -38,6 +41,8 @@ class Ladder:
         self.reports: list[t.ProbeReport] = []
         self.feed: Callable[[Any], None] = lambda event: None
         self._view = view
+        self.news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._news: deque[tuple[int, t.Recovered]] = deque()
         self._transfers: Transfers | None = None
         self._jobs: list[list[t.Job]] = [[] for _ in plans]
         self._told: list[tuple[bool, bool] | None] = [None for _ in plans]
@@ -59,7 +64,7 @@ class Ladder:
         self._resume_scrubs()
         for number, tier in enumerate(self.tiers):
             if tier.by_key:
-                self._recover_later(number, tier.recover(), transfers)
+                self._recover_later(number, tier.recover())
                 continue
             begun = time.monotonic()
             batches = list(tier.recover())
@@ -74,19 +79,30 @@ class Ladder:
                 tier.name, len(at), time.monotonic() - begun,
             )  # fmt: skip
 
-    def _recover_later(
-        self, number: int, batches: Iterator[t.Recovered], transfers: Transfers
-    ) -> None:
-        def done(batch: t.Recovered | None) -> None:
-            if batch is None:  # the end, or it failed, which was logged
-                return
-            self.feed(ev.TierRecovered(number, batch.records, batch.at, batch.generation))
-            self._recover_later(number, batches, transfers)
+    def _recover_later(self, number: int, batches: Iterator[t.Recovered]) -> None:
+        """A thread of its own asks, for a server may take its time."""
 
-        name = self.tiers[number].name
-        transfers.submit(
-            Job(f"recover tier {name}", lambda: next(batches, None), done, background=True)
-        )
+        def ask() -> None:
+            try:
+                for batch in batches:
+                    self._news.append((number, batch))
+                    if self.news >= 0:
+                        os.eventfd_write(self.news, 1)
+            except Exception:  # the boundary of a thread: the tier serves without the rest
+                log.exception("tier %s: what lies there is not known in full", tier.name)
+
+        tier = self.tiers[number]
+        threading.Thread(target=ask, name=f"kvd-recover-{tier.name}", daemon=True).start()
+
+    def hear(self) -> None:
+        """Take what was recovered meanwhile. Called when `news` is readable."""
+        try:
+            os.eventfd_read(self.news)
+        except BlockingIOError:
+            pass
+        while self._news:
+            number, batch = self._news.popleft()
+            self.feed(ev.TierRecovered(number, batch.records, batch.at, batch.generation))
 
     def close(self) -> None:
         """Let go of all media; what was under way is answered, to nobody."""
@@ -94,6 +110,8 @@ class Ladder:
             tier.close()
         self.completions.take()  # they hold views of the arena
         self.completions.close()
+        os.close(self.news)
+        self.news = -1
 
     # -- from the core --------------------------------------------------------------------------
 
@@ -121,7 +139,7 @@ class Ladder:
         if path is None or self._transfers is None:
             return
         text = f"{action.part}\n"
-        job = Job(f"note {path}", lambda: path.write_text(text), lambda done: None, background=True)
+        job = Job(f"note {path}", lambda: path.write_text(text), lambda done: None)
         self._transfers.submit(job)
 
     def _resume_scrubs(self) -> None:

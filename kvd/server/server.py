@@ -210,6 +210,7 @@ class Server:
             loop.add_socket(self.tcp.monitor, self._tcp_gone)
             loop.add_socket(self.tcp.socket, self._tcp_ready)
         loop.watch(self.ladder.completions.fileno(), lambda events: self.ladder.drain())
+        loop.watch(self.ladder.news, lambda events: self.ladder.hear())
         loop.watch(self.transfers.wakeup, lambda events: self.transfers.drain())
         loop.on_signals(STOP_SIGNALS, self._on_signal)
 

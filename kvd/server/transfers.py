@@ -5,6 +5,10 @@ puts the job's completion into one queue that the loop drains; an eventfd wakes 
 always completes, with a result or as failed: whatever it raises is logged and is its failure.
 A worker that is stuck in one job is reported once and a spare one takes its place, so that one
 stuck call (a page that can't be read, a driver that hangs) stops neither the loop nor other jobs.
+
+Background jobs (sealing) read whole payloads, and memory bandwidth is what a client's own copy
+lives on: they run one at a time, in the pauses between stores and loads. Pauses that do not come
+are not waited for longer than HOLD_S; then what has gathered is done in one go.
 """
 
 from __future__ import annotations
@@ -21,6 +25,10 @@ from typing import Any
 __all__ = ["Job", "Transfers"]
 
 log = logging.getLogger(__name__)
+
+PAUSE_S = 0.03  # without stores and loads: then background jobs may run
+HOLD_S = 1.0  # how long they are held back at most
+TOGETHER = 16  # completions of background jobs that wake the loop once
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +69,11 @@ class Transfers:
         self._ready = threading.Condition()
         self._urgent: deque[Job] = deque()
         self._background: deque[Job] = deque()
+        self._background_runs = False
+        self._pause_at = 0.0  # monotonic s: from then on there is a pause
+        self._held_since = 0.0  # when the first of the background jobs that wait came
+        self._forced = False  # they were held back for too long: on, until none waits
+        self._unsaid = 0  # completions of background jobs that the loop was not woken for
         self._finished: deque[Job] = deque()  # appended by workers, popped by the loop
         self._workers: list[_Worker] = []
         self._closed = False
@@ -72,8 +85,17 @@ class Transfers:
 
     def submit(self, job: Job) -> None:
         with self._ready:
-            (self._background if job.background else self._urgent).append(job)
+            if job.background:
+                if not self._background and not self._background_runs:
+                    self._held_since = time.monotonic()
+                self._background.append(job)
+            else:
+                self._urgent.append(job)
             self._ready.notify()
+
+    def hush(self) -> None:
+        """A store or load is under way: clients copy now. Background jobs wait for a pause."""
+        self._pause_at = time.monotonic() + PAUSE_S
 
     @property
     def pending(self) -> int:
@@ -111,6 +133,10 @@ class Transfers:
                 continue
             worker.reported = True
             self.counters.stuck += 1
+            if job.background:
+                with self._ready:
+                    self._background_runs = False  # others go on without this one
+                    self._ready.notify()
             found.append(f"{worker.thread.name} in {job.what} for {now_s - since:.1f} s")
             log.error("worker stuck: %s; a spare one takes its place", found[-1])
             if len(self._workers) < 4 * self._wanted:
@@ -151,12 +177,28 @@ class Transfers:
     def _next(self, worker: _Worker) -> Job | None:
         with self._ready:
             while not self._closed and not worker.retire:
-                if self._urgent or self._background:
-                    worker.since = time.monotonic()
-                    worker.job = (self._urgent or self._background).popleft()
+                now = time.monotonic()
+                wait = self._background_wait(now)
+                if self._urgent or wait == 0:
+                    worker.since = now
+                    if self._urgent:
+                        worker.job = self._urgent.popleft()
+                    else:
+                        worker.job = self._background.popleft()
+                        self._background_runs = True
                     return worker.job
-                self._ready.wait()
+                self._ready.wait(wait)
             return None
+
+    def _background_wait(self, now: float) -> float | None:
+        """Seconds until a background job may run: 0 now, None when there is nothing to wait for."""
+        if not self._background or self._background_runs:
+            return None
+        forced_at = self._held_since + HOLD_S
+        if self._forced or now >= self._pause_at or now >= forced_at:
+            self._forced = self._forced or now < self._pause_at
+            return 0
+        return max(1e-4, min(self._pause_at, forced_at) - now)
 
     def _work(self, worker: _Worker) -> None:
         while (job := self._next(worker)) is not None:
@@ -172,5 +214,16 @@ class Transfers:
                     worker.reported = False
                     worker.retire = True
                     self._workers.remove(worker)
-                if self.wakeup >= 0:
-                    os.eventfd_write(self.wakeup, 1)
+                said = True
+                if job.background:
+                    self._background_runs = False
+                    if self._background:
+                        self._unsaid += 1
+                        said = self._unsaid >= TOGETHER
+                        self._ready.notify()
+                    else:
+                        self._forced = False
+                if said:
+                    self._unsaid = 0
+                    if self.wakeup >= 0:
+                        os.eventfd_write(self.wakeup, 1)

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.chunk import BLOCK_BYTES, block_digests, payload_digest, root_digest, verify_blocks
+from kvd.chunk import (
+    BLOCK_BYTES,
+    block_digests,
+    copy_with_digest,
+    payload_digest,
+    root_digest,
+    verify_blocks,
+)
 
 SIZE = 3 * BLOCK_BYTES + 12345
 PAYLOAD = random.Random(1).randbytes(SIZE)
@@ -86,3 +93,18 @@ def test_block_digests_that_do_not_fit_the_length_are_refused() -> None:
 def test_a_buffer_that_is_not_contiguous_is_refused() -> None:
     with pytest.raises(TypeError):
         payload_digest(memoryview(PAYLOAD[:64])[::2])
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, (512 << 10) + 1, 1 << 20, (2 << 20) + 5, 3 << 20])
+def test_a_copy_that_hashes_on_its_way_copies_and_hashes_the_same(size: int) -> None:
+    source = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    target = np.zeros(size, np.uint8)
+    assert copy_with_digest(target, source) == payload_digest(source.data)
+    assert np.array_equal(target, source)
+
+
+def test_a_copy_that_hashes_refuses_arrays_that_do_not_match() -> None:
+    with pytest.raises(ValueError, match="one length"):
+        copy_with_digest(np.zeros(4, np.uint8), np.zeros(5, np.uint8))
+    with pytest.raises(ValueError, match="uint8"):
+        copy_with_digest(np.zeros(4, np.uint8), np.zeros(4, np.int8))

@@ -319,7 +319,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.twin.followed(actions)
         if self.world.auto:
             for job in verified:
-                self.twin.verified(job.record, True)
+                self.twin.verified(job.record, self.world.digest(job.record) == job.digest)
         if result.transfer and wait:
             result, actions = self.request(
                 ev.Wait(client.number, 0, result.transfer, 0, self.world.now)
@@ -388,10 +388,14 @@ class CoreMachine(RuleBasedStateMachine):
         job = self.world.jobs[n % len(self.world.jobs)]
         self.twin.begin()
         self.due()
-        actions = self.world.do(job, fail=1 + n % 6 if fail == 0 else 0)
+        how = 1 + n % 6 if fail == 0 else 0
+        right = not how
         if isinstance(job, ac.Verify):
-            self.twin.verified(job.record, fail != 0)
-        self.twin.followed(actions)
+            right = right and self.world.digest(job.record) == job.digest
+        waited = isinstance(job, ac.Verify) and self.twin.waits_for(job)
+        self.twin.followed(self.world.do(job, fail=how))
+        if waited:
+            self.twin.verified(job.record, right)
         self.settle()
 
     # -- tiers below ----------------------------------------------------------------------------

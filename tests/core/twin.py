@@ -700,12 +700,21 @@ class Twin:
         assert (self.key_of(header), header.shard) == (key, shard)
 
     def verified(self, record: int, ok: bool) -> None:
-        """A worker compared a payload; the core's own actions say if it was bad."""
+        """A worker compared a payload, and the core's actions were followed: a bad one must be
+        in quarantine by now."""
         for chunk in self.chunks.values():
             for shard in chunk.shards.values():
                 if shard.record == record:
                     shard.verified = True
-        del ok
+                    assert (shard.state == "bad") == (not ok)
+
+    def waits_for(self, job: ac.Verify) -> bool:
+        """Whether what is being verified is still there."""
+        for chunk in self.chunks.values():
+            for shard in chunk.shards.values():
+                if shard.record == job.record and not shard.verified:
+                    return self.generations[job.record] == job.generation
+        return False
 
     def evicted(self, event: ev.Evict, result: ac.EvictResult, actions: list[ac.Action]) -> None:
         """One slice: what went was meant, not leased; what was being written was marked."""

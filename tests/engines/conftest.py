@@ -3,7 +3,6 @@ written so that their order does not matter."""
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,11 +12,6 @@ import pytest
 from daemon import DaemonProcess
 
 HERE = Path(__file__).parent
-
-
-def need(engine: str) -> None:
-    if importlib.util.find_spec(engine) is None:
-        pytest.skip(f"{engine} is not installed here: make test-engines", allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from conformance import NONE, PolicyConformance, S, insert
 from hypothesis import given, settings
 from naive_lru import NaiveLru
+from policy_conformance import NONE, PolicyConformance, S, insert
 
 from kvd.eviction.lru import Lru
 

@@ -73,6 +73,64 @@ def test_background_jobs_let_the_others_pass() -> None:
     assert pool.close(5)
 
 
+def test_background_jobs_wait_for_a_pause_between_stores_and_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvd.server.transfers.PAUSE_S", 0.2)
+    pool = Transfers(2, stuck_s=60)
+    sealed: list[float] = []
+    pool.hush()
+    begun = time.monotonic()
+    for _ in range(3):
+        pool.submit(
+            Job("seal", lambda: sealed.append(time.monotonic()), lambda r: None, background=True)
+        )
+    order: list[str] = []
+    pool.submit(Job("verify", lambda: order.append("verify"), lambda r: None))
+    finish(pool, 4)
+    assert order == ["verify"]
+    assert len(sealed) == 3 and sealed[0] - begun >= 0.15
+    assert pool.pending == 0
+    assert pool.close(5)
+
+
+def test_pauses_that_never_come_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.server.transfers.PAUSE_S", 3600.0)
+    monkeypatch.setattr("kvd.server.transfers.HOLD_S", 0.1)
+    pool = Transfers(2, stuck_s=60)
+    running, most = [0], [0]
+
+    def seal() -> None:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.005)
+        running[0] -= 1
+
+    pool.hush()
+    for _ in range(40):
+        pool.submit(Job("seal", seal, lambda r: None, background=True))
+    finish(pool, 40)
+    assert most == [1], "background jobs run one at a time"
+    assert pool.close(5)
+
+
+def test_a_stuck_background_job_does_not_end_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    """K99"""
+    pool = Transfers(1, stuck_s=0.05)
+    gate = threading.Event()
+    pool.submit(Job("seal 1", gate.wait, lambda r: None, background=True))
+    pool.submit(Job("seal 2", lambda: 2, lambda r: None, background=True))
+    with caplog.at_level(logging.ERROR):
+        end = time.monotonic() + 10
+        while not pool.watch(time.monotonic()):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    finish(pool, 1)
+    gate.set()
+    finish(pool, 1)
+    assert pool.close(5)
+
+
 def test_stuck_workers_are_reported_once_and_others_do_their_work(
     transfers: Transfers, caplog: pytest.LogCaptureFixture
 ) -> None:

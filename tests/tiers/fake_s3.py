@@ -153,6 +153,12 @@ class FakeS3:
             self.reply(handler, Response(response.status, response.body, coded))
         elif how == "xml":
             self.reply(handler, error(200, "InternalError"))
+        elif how == "head":
+            for byte in b"HTTP/1.1 200 OK\r\nETag: " + b"x" * 2_000:
+                handler.wfile.write(bytes((byte,)))
+                handler.wfile.flush()
+                if self.stalled.wait(0.05):
+                    return
         elif how == "trickle":
             self.reply(handler, Response(response.status, b"", whole))
             for at in range(len(response.body)):

@@ -153,7 +153,10 @@ def test_a_million_chunks_are_there_within_seconds(tmp_path: Path) -> None:
         for at in range(0, len(raw), 512):
             patch_check(view[at : at + 512])
         with open(tmp_path / f"kvd-slab-{number:05d}", "wb") as file:
-            file.truncate(geometry.file_bytes)
+            file.truncate(geometry.payload_bytes)
+            file.write(geometry.pack())
+        with open(tmp_path / f"kvd-table-{number:05d}", "wb") as file:
+            file.truncate(geometry.table_bytes)
             file.write(geometry.pack())
             file.seek(4096)
             file.write(raw)

@@ -15,15 +15,14 @@ from kvd.chunk import HEADER_BYTES
 from kvd.errors import ConfigError
 from kvd.tiers.base import Answer, State
 from kvd.tiers.nvme.layout import PAGE, Geometry, OtherVersion, slab_bytes
+from kvd.tiers.nvme.slab import table_of
 
 
 def test_the_superblock_is_fixed_to_the_byte() -> None:
     geometry = Geometry.of(3, 8192, MIB, bytes(range(16)))
     assert geometry.pack().hex() == (
-        "4b5644534c4142310100800003000000000010000000000000200000000000007800000000000000"
-        "0000010000000000000102030405060708090a0b0c0d0e0f0000000000000000"
-        + "00" * 48
-        + "82047c923886f76f"
+        "4b5644534c4142310100800003000000000010000000000000200000000000007700000000000000"
+        "0010000000000000000102030405060708090a0b0c0d0e0f" + "00" * 56 + "dc4667aec1975df4"
     )
     assert Geometry.unpack(geometry.pack()) == geometry
 
@@ -46,10 +45,10 @@ def test_a_superblock_is_believed_only_as_a_whole() -> None:
 @pytest.mark.parametrize("slot", [4096, 8192, 300 * 4096, MIB, 5 * MIB])
 def test_slots_lie_on_pages_and_end_before_the_file_does(slot: int) -> None:
     geometry = Geometry.of(0, slot, slab_bytes(slot, MIB), bytes(16))
-    assert geometry.payload_at % PAGE == 0 and geometry.slots >= 1
-    assert geometry.record_at(geometry.slots - 1) + HEADER_BYTES <= geometry.payload_at
+    assert geometry.slot_at(0) % PAGE == 0 and geometry.slots >= 1
+    assert geometry.record_at(geometry.slots - 1) + HEADER_BYTES <= geometry.table_bytes
     end = geometry.slot_at(geometry.slots - 1) + slot
-    assert end <= geometry.file_bytes < end + slot + HEADER_BYTES + PAGE
+    assert end <= geometry.payload_bytes < end + slot + HEADER_BYTES + PAGE
 
 
 def test_two_daemons_never_share_a_directory(tmp_path: Path) -> None:
@@ -117,10 +116,16 @@ def test_every_file_is_accounted_for(tmp_path: Path) -> None:
     place = first.one(chunk.write()).place
     first.close()
     (slab,) = slabs(tmp_path)
-    good = slab.read_bytes()
+    good, table = slab.read_bytes(), table_of(slab).read_bytes()
     (tmp_path / "kvd-slab-00007.tmp").write_bytes(good)  # killed while it made a slab
     eighth = Geometry.unpack(good[:128])._replace(number=8).pack()
     (tmp_path / "kvd-slab-00008").write_bytes(eighth + good[128 : len(good) // 2])  # cut
+    (tmp_path / "kvd-table-00008").write_bytes(eighth + table[128:])
+    (tmp_path / "kvd-table-00006").write_bytes(eighth + table[128:])  # of no slab
+    (tmp_path / "kvd-slab-00005").write_bytes(
+        eighth.replace(b"\x08\0\0\0", b"\x05\0\0\0") + good[128:]
+    )
+    (tmp_path / "kvd-table-00004.tmp").write_bytes(b"")
     (tmp_path / "kvd-slab-00009").write_bytes(b"")  # cut to nothing
     (tmp_path / "kvd-slab-00010").write_bytes(bytes(PAGE) + good[PAGE:])  # no superblock
     newer = bytearray(good)
@@ -134,11 +139,13 @@ def test_every_file_is_accounted_for(tmp_path: Path) -> None:
     again = rig(tmp_path)
     assert again.recovered() == {chunk.key: place}
     notes = again.tier.stat().notes
-    assert notes["foreign_files"] == 4 and notes["removed_files"] == 4
+    assert notes["foreign_files"] == 4 and notes["removed_files"] == 7
     assert notes["foreign_slabs"] == 2
     assert not (tmp_path / "kvd-slab-00007.tmp").exists()
     assert (tmp_path / "kvd-slab-00011").read_bytes() == bytes(newer)
-    assert again.tier.usage().held_bytes == 2 * len(good) + 128, "what is left alone counts too"
+    assert again.tier.usage().held_bytes == 2 * len(good) + len(table) + 128, (
+        "what is left alone counts too"
+    )
     assert (tmp_path / "notes.txt").read_text() == "mine" and (tmp_path / "folder").is_dir()
     again.close()
 

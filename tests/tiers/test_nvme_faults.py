@@ -15,6 +15,7 @@ from kvd.chunk import HEADER_BYTES, ChunkHeader
 from kvd.tiers.base import Answer, Key, Place, State
 from kvd.tiers.nvme.layout import PAGE, Geometry
 from kvd.tiers.nvme.posix import DirectFile, Engine, File, PosixEngine
+from kvd.tiers.nvme.slab import table_of
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def it(tmp_path: Path) -> Iterator[Rig]:
 
 
 def _slot(path: Path, place: Place) -> tuple[int, int]:
-    """Offsets of the record and of the payload of a place in its (only) slab."""
+    """Offsets of the record in the table, and of the payload in the slab."""
     geometry = Geometry.unpack(path.read_bytes()[:128])
     slot = place.at & 0xFFFFFFFF
     return geometry.record_at(slot), geometry.slot_at(slot)
@@ -54,8 +55,9 @@ def test_a_flipped_byte_is_a_counted_miss_and_a_new_store_heals(
           "digest": record_at + 241}[where]  # fmt: skip
     if restart:
         one.close()
-    old = slabs(tmp_path)[0].read_bytes()[at]
-    _patch(slabs(tmp_path)[0], at, bytes((old ^ 0x20,)))
+    file = slabs(tmp_path)[0] if where == "payload" else table_of(slabs(tmp_path)[0])
+    old = file.read_bytes()[at]
+    _patch(file, at, bytes((old ^ 0x20,)))
     if restart:
         one = rig(tmp_path)
         there = one.recovered()
@@ -81,8 +83,10 @@ def test_swapped_payloads_and_swapped_records_are_found(tmp_path: Path, it: Rig)
     (_, pa), (_, pb), (rc, _), (rd, _) = (_slot(slab, place) for place in places)
     _patch(slab, pa, raw[pb : pb + 12_288])
     _patch(slab, pb, raw[pa : pa + 12_288])
-    _patch(slab, rc, raw[rd : rd + HEADER_BYTES])
-    _patch(slab, rd, raw[rc : rc + HEADER_BYTES])
+    table = table_of(slab)
+    records = table.read_bytes()
+    _patch(table, rc, records[rd : rd + HEADER_BYTES])
+    _patch(table, rd, records[rc : rc + HEADER_BYTES])
     answers = [it.one(x.read(p)).answer for x, p in zip((a, b, c, d), places, strict=True)]
     assert answers == [Answer.CORRUPT] * 4
     assert it.tier.usage().chunks == 0
@@ -93,11 +97,11 @@ def test_any_byte_of_a_record_may_be_another(tmp_path: Path, it: Rig) -> None:
     place = it.one(chunk.write()).place
     (slab,) = slabs(tmp_path)
     at, _ = _slot(slab, place)
-    good = slab.read_bytes()[at : at + HEADER_BYTES]
+    good = table_of(slab).read_bytes()[at : at + HEADER_BYTES]
     for n in range(HEADER_BYTES):
         with pytest.raises(ValueError):
             ChunkHeader.unpack(good[:n] + bytes((good[n] ^ 0x81,)) + good[n + 1 :])
-    _patch(slab, at, good[:8] + bytes((good[8] ^ 0x81,)) + good[9:])
+    _patch(table_of(slab), at, good[:8] + bytes((good[8] ^ 0x81,)) + good[9:])
     assert it.one(chunk.read(place)).answer is Answer.CORRUPT
 
 
@@ -132,7 +136,9 @@ def test_files_deleted_behind_its_back_are_misses_and_their_bytes_are_free(
     hits = answers.count(Answer.OK)
     assert it.tier.usage().chunks == hits and it.tier.state is State.READY
     assert it.tier.stat().notes["lost_slabs"] == 2
-    assert it.tier.usage().held_bytes == sum(p.stat().st_size for p in slabs(tmp_path))
+    files = [f for p in slabs(tmp_path) for f in (p, table_of(p))]
+    assert it.tier.usage().held_bytes == sum(f.stat().st_size for f in files)
+    assert len(list(tmp_path.glob("kvd-table-*"))) == len(slabs(tmp_path))
     for c, p in zip(many, places, strict=True):
         assert it.one(c.delete(p)).answer in (Answer.OK, Answer.MISS)
     assert it.tier.usage().chunks == 0 and it.tier.usage().used_bytes == 0
@@ -149,11 +155,13 @@ def test_a_write_into_a_deleted_file_is_not_acknowledged(tmp_path: Path, it: Rig
     assert it.tier.usage().chunks == 1
 
 
-def test_a_file_that_was_cut_is_lost_as_a_whole(tmp_path: Path, it: Rig) -> None:
+@pytest.mark.parametrize("which", ["slab", "table"])
+def test_a_file_that_was_cut_is_lost_as_a_whole(tmp_path: Path, it: Rig, which: str) -> None:
     """K64: short reads are misses, and the tier goes on."""
     many = list(chunks(5))
     places = [d.place for d in it.do([c.write() for c in many])]
-    os.truncate(slabs(tmp_path)[0], 70_000)
+    (slab,) = slabs(tmp_path)
+    os.truncate(slab if which == "slab" else table_of(slab), 4_096 + 600)
     assert {it.one(c.read(p)).answer for c, p in zip(many, places, strict=True)} == {Answer.MISS}
     assert it.tier.usage().chunks == 0 and slabs(tmp_path) == []
     assert it.one(many[0].write()).answer is Answer.OK
@@ -166,6 +174,7 @@ def test_another_file_under_the_same_name_is_not_removed(tmp_path: Path, it: Rig
     slab.unlink()
     slab.write_text("somebody else's")
     assert it.one(chunk.read(place)).answer is Answer.MISS
+    assert it.one(chunk.write()).answer is Answer.OK
     assert slab.read_text() == "somebody else's"
 
 

@@ -35,7 +35,7 @@ class TestDirect(Conformance):
 
 
 class TestBuffered(Conformance):
-    """The conformance suite: on a directory without O_DIRECT, K25, K26, K30, K35, K43, K55, K57, K58, K61, K64, K85, K86."""
+    """The conformance suite, as on a directory without O_DIRECT: K25, K26, K30, K35, K43, K58."""
 
     @pytest.fixture
     def medium(self, tmp_path: Path) -> Medium:

@@ -61,6 +61,7 @@ def decode(op: Op, body: list[Any], **more: Any) -> m.Request:
         (m.Renew, events.Renew),
         (m.Release, events.Release),
         (m.Stat, events.Stat),
+        (m.Tier, events.TierCommand),
     ],
 )
 def test_a_request_has_the_fields_of_its_event_in_the_same_order(message: Any, event: Any) -> None:
@@ -81,6 +82,7 @@ def test_a_request_has_the_fields_of_its_event_in_the_same_order(message: Any, e
         (m.EvictReply, actions.EvictResult),
         (m.ListReply, actions.ListResult),
         (m.StatReply, actions.StatResult),
+        (m.TierReply, actions.TierResult),
         (m.DoneReply, actions.DoneResult),
     ],
 )
@@ -90,8 +92,10 @@ def test_a_reply_has_the_fields_of_its_result_in_the_same_order(reply: Any, resu
 
 def test_every_operation_has_a_request_and_a_reply() -> None:
     assert set(m.OP_OF.values()) == set(Op)
-    assert {op for op, _ in vectors.REPLIES.values()} == set(Op)
-    assert {m.OP_OF[type(v)] for v in vectors.REQUESTS.values()} == set(Op)
+    replies = [*vectors.REPLIES.values(), *vectors.REPLIES_1_1.values()]
+    requests = [*vectors.REQUESTS.values(), *vectors.REQUESTS_1_1.values()]
+    assert {op for op, _ in replies} == set(Op)
+    assert {m.OP_OF[type(v)] for v in requests} == set(Op)
 
 
 @pytest.mark.parametrize(

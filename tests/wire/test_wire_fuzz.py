@@ -23,8 +23,11 @@ from kvd.wire.attach import decode_attach, decode_attach_reply
 TYPED = (ProtocolError, LimitExceeded, VersionError)
 BODIES = [
     *((m.OP_OF[type(v)], m.encode_request(v)) for v in vectors.REQUESTS.values()),
+    *((m.OP_OF[type(v)], m.encode_request(v)) for v in vectors.REQUESTS_1_1.values()),
 ]
-REPLIES = [(op, m.encode_reply(v)) for op, v in vectors.REPLIES.values()]
+REPLIES = [
+    (op, m.encode_reply(v)) for op, v in [*vectors.REPLIES.values(), *vectors.REPLIES_1_1.values()]
+]
 
 
 def swallow(op: int, body: bytes) -> None:

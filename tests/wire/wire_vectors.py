@@ -154,13 +154,20 @@ def vectors() -> dict[str, Any]:
 
 
 # What 1.1 added: `golden_1_1.json`.
+REQUESTS_1_1: dict[str, m.Request] = {
+    "tier": m.Tier("nvme", "scrub"),
+}
 REPLIES_1_1: dict[str, tuple[Op, Any]] = {
+    "tier": (Op.TIER, m.TierReply(True, "", 7)),
     "lookup below": (Op.LOOKUP, m.LookupReply(b"\x01\x01\x02", 2, 3, 99, None, None, b"\0\2\0")),
 }
 
 
 def vectors_1_1() -> dict[str, Any]:
-    return {"replies": {name: m.encode_reply(v).hex() for name, (_, v) in REPLIES_1_1.items()}}
+    return {
+        "requests": {name: m.encode_request(v).hex() for name, v in REQUESTS_1_1.items()},
+        "replies": {name: m.encode_reply(v).hex() for name, (_, v) in REPLIES_1_1.items()},
+    }
 
 
 if __name__ == "__main__":

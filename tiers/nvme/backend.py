@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ from kvd.tiers.nvme.choose import PROBE_NAME, choose, compare, make_probe, measu
 from kvd.tiers.nvme.directory import MAX_SLABS, Directory
 from kvd.tiers.nvme.layout import PAGE, Geometry, OtherVersion, pages, slab_bytes
 from kvd.tiers.nvme.posix import Engine, PosixEngine
-from kvd.tiers.nvme.slab import Slab
+from kvd.tiers.nvme.slab import Slab, superblock, table_of
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,8 @@ class NvmeBackend(Backend):
             self._engine, why = choose(config.engine, directory.path, threads=config.threads)
         for number, path in sorted(found.slabs.items()):
             self._adopt(number, path)
+        for number in found.tables.keys() - found.slabs.keys():
+            self._orphan(number, found.tables[number])
         self._trim()
         self._recount()
         rates = self._measure()
@@ -138,7 +141,7 @@ class NvmeBackend(Backend):
             )
         except OtherVersion as error:
             log.warning("tier nvme: %s is left alone: %s", path, error)
-            self._alien[number] = path.stat().st_size
+            self._alien[number] = _size(path)
             self._notes["foreign_slabs"] += 1
             return
         except ValueError as error:
@@ -146,10 +149,26 @@ class NvmeBackend(Backend):
             self._notes["removed_files"] += 1
             if not self._directory.read_only:
                 path.unlink(missing_ok=True)
+                table_of(path).unlink(missing_ok=True)
             else:
-                self._alien[number] = path.stat().st_size
+                self._alien[number] = _size(path)
             return
         self._slabs[number] = slab
+
+    def _orphan(self, number: int, table: Path) -> None:
+        """A table without its slab: a kill between the two, or somebody took the slab away."""
+        try:
+            ours = superblock(table).tier == self._directory.id
+        except OtherVersion:
+            ours = False
+        except ValueError:
+            ours = True
+        if ours and not self._directory.read_only:
+            table.unlink(missing_ok=True)
+            self._notes["removed_files"] += 1
+        else:
+            self._alien[number] = table.stat().st_size
+            self._notes["foreign_slabs"] += not ours
 
     def _recount(self) -> None:
         """Take up the tables of all slabs; of two records of one key the younger counts."""
@@ -293,7 +312,12 @@ class NvmeBackend(Backend):
                 if not self._remove_empty(slot_bytes):
                     raise Refused(Answer.NO_SPACE, Reason.NONE, "the tier's limit is reached")
             number = next(
-                n for n in range(MAX_SLABS) if n not in self._slabs and n not in self._alien
+                n
+                for n in range(MAX_SLABS)
+                if n not in self._slabs
+                and n not in self._alien
+                and not os.path.lexists(self._directory.slab_path(n))
+                and not os.path.lexists(table_of(self._directory.slab_path(n)))
             )
             self._held += size
         try:
@@ -496,8 +520,8 @@ class NvmeBackend(Backend):
         self._slabs.pop(slab.geometry.number, None)
         self._free.get(slab.geometry.slot_bytes, {}).pop(slab.geometry.number, None)
         slab.lost = True
-        if remove and slab.still_named():
-            slab.path.unlink(missing_ok=True)
+        if remove:
+            slab.remove()
         if not slab.users:
             slab.close()
 
@@ -573,6 +597,12 @@ class NvmeBackend(Backend):
         self._slabs.clear()
         self._free.clear()
         self._directory.release()
+
+
+def _size(path: Path) -> int:
+    """Bytes of a slab's files."""
+    table = table_of(path)
+    return path.stat().st_size + (table.stat().st_size if table.exists() else 0)
 
 
 def _at(slab: Slab, slots: NDArray[np.intp]) -> NDArray[np.uint64]:

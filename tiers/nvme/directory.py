@@ -21,14 +21,15 @@ from kvd.tiers.nvme.choose import PROBE_NAME
 MARKER = "kvd-tier"
 LOCK = "kvd-lock"
 FORMAT = 1
-_SLAB = re.compile(r"kvd-slab-(\d{5})")
+_SLAB = re.compile(r"kvd-(slab|table)-(\d{5})")
 _OURS = {MARKER, LOCK, PROBE_NAME, "kvd-scrub"}  # the last is the daemon's: how far it has read
-_TEMPORARY = re.compile(r"kvd-slab-\d{5}\.tmp|kvd-tier\.tmp|" + PROBE_NAME + r"\.tmp")
+_TEMPORARY = re.compile(r"kvd-(slab|table)-\d{5}\.tmp|kvd-tier\.tmp|" + PROBE_NAME + r"\.tmp")
 MAX_SLABS = 100_000
 
 
 class Contents(NamedTuple):
     slabs: dict[int, Path]
+    tables: dict[int, Path]
     taken: set[int]  # numbers whose name somebody else uses
     foreign: int  # files of others, left alone
     removed: int  # own unfinished files, removed
@@ -159,12 +160,13 @@ class Directory:
     def contents(self) -> Contents:
         """Every file is accounted for: a slab, ours and unfinished (removed), or foreign."""
         slabs: dict[int, Path] = {}
+        tables: dict[int, Path] = {}
         taken: set[int] = set()
         foreign = removed = 0
         for entry in os.scandir(self.path):
             match = _SLAB.fullmatch(entry.name)
             if match and entry.is_file(follow_symlinks=False):
-                slabs[int(match[1])] = self.path / entry.name
+                (slabs if match[1] == "slab" else tables)[int(match[2])] = self.path / entry.name
             elif _TEMPORARY.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 if not self.read_only:
                     os.unlink(entry.path)
@@ -172,8 +174,8 @@ class Directory:
             elif entry.name not in _OURS:
                 foreign += 1
                 if match:
-                    taken.add(int(match[1]))
-        return Contents(slabs, taken, foreign, removed)
+                    taken.add(int(match[2]))
+        return Contents(slabs, tables, taken, foreign, removed)
 
     def free_bytes(self) -> int:
         """What this user may still take on the file system."""

@@ -1,13 +1,15 @@
-"""What a slab file looks like, to the byte. Pure.
+"""What a slab looks like, to the byte. Pure.
 
-The law of this module: a slab is its superblock (4 KiB), its table of 512-byte records, and its
-slots, each beginning at a multiple of 4 KiB. All numbers are in the superblock, so that a slab is
-read as it was made, whatever the configuration says today.
+The law of this module: a slab is two files, its table of 512-byte records and its slots, each
+beginning at a multiple of 4 KiB. Two, because a buffered write of a record would wait for every
+O_DIRECT write into the same file, and hold up the next ones: a file system locks a file at a time.
+Both begin with the same superblock. All numbers are in it, so that a slab is read as it was made,
+whatever the configuration says today.
 
-    0        superblock: 8s magic, u16 version, u16 size, u32 slab number, u64 file bytes,
+    0        superblock: 8s magic, u16 version, u16 size, u32 slab number, u64 bytes of both,
              u64 slot bytes, u64 slots, u64 payload offset, 16s tier id, …zeros, u64 check at 120
-    4096     records, 512 bytes each (kvd.chunk.ChunkHeader)
-    payload  slots
+    4096     kvd-table-NNNNN: records, 512 bytes each (kvd.chunk.ChunkHeader)
+    4096     kvd-slab-NNNNN: slots
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class OtherVersion(ValueError):
 
 class Geometry(NamedTuple):
     number: int
-    file_bytes: int
+    file_bytes: int  # of both files
     slot_bytes: int
     slots: int
     payload_at: int
@@ -48,14 +50,23 @@ class Geometry(NamedTuple):
     @classmethod
     def of(cls, number: int, slot_bytes: int, file_bytes: int, tier: bytes) -> Geometry:
         """The most slots of `slot_bytes` that fit into `file_bytes`. ValueError if none does."""
-        slots = (file_bytes - PAGE) // (slot_bytes + HEADER_BYTES)
-        while slots > 0 and PAGE + pages(slots * HEADER_BYTES) + slots * slot_bytes > file_bytes:
+        slots = (file_bytes - 2 * PAGE) // (slot_bytes + HEADER_BYTES)
+        while slots > 0 and _total(slots, slot_bytes) > file_bytes:
             slots -= 1
         if slots < 1:
             raise ValueError(f"no slot of {slot_bytes} bytes fits into a slab of {file_bytes}")
-        return cls(number, file_bytes, slot_bytes, slots, PAGE + pages(slots * HEADER_BYTES), tier)
+        return cls(number, file_bytes, slot_bytes, slots, PAGE, tier)
+
+    @property
+    def table_bytes(self) -> int:
+        return PAGE + pages(self.slots * HEADER_BYTES)
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.file_bytes - self.table_bytes
 
     def record_at(self, slot: int) -> int:
+        """In the table."""
         return PAGE + slot * HEADER_BYTES
 
     def slot_at(self, slot: int) -> int:
@@ -98,6 +109,10 @@ class Geometry(NamedTuple):
         return found
 
 
+def _total(slots: int, slot_bytes: int) -> int:
+    return 2 * PAGE + pages(slots * HEADER_BYTES) + slots * slot_bytes
+
+
 def slab_bytes(slot_bytes: int, usual: int) -> int:
-    """Size of a slab's file: the usual one, or what one slot needs if that is more."""
-    return max(usual, 2 * PAGE + slot_bytes)
+    """Size of a slab's files: the usual one, or what one slot needs if that is more."""
+    return max(usual, _total(1, slot_bytes))

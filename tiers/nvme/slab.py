@@ -30,6 +30,26 @@ from kvd.tiers.nvme.posix import Engine, File
 BATCH = 16384  # records read at a time: 8 MiB
 
 
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def table_of(path: Path) -> Path:
+    return path.with_name(path.name.replace("slab", "table"))
+
+
+def superblock(path: Path) -> Geometry:
+    """OSError, ValueError, OtherVersion."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        return Geometry.unpack(os.pread(fd, SUPER_BYTES, 0))
+    finally:
+        os.close(fd)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
 class Slab:
     """Not thread-safe but for `move` calls of different slots; its owner has the lock."""
 
@@ -37,8 +57,13 @@ class Slab:
         self.geometry = geometry
         self.path = path
         self.engine = engine
-        self.file: File = engine.open(path)
-        self._fd = table_fd
+        self._table = table_fd
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)  # to look at it
+        try:
+            self.file: File = engine.open(path)
+        except OSError:
+            os.close(self._fd)
+            raise
         self.generations: NDArray[np.uint64] = np.zeros(geometry.slots, np.uint64)
         self.live = 0
         self.lost = False
@@ -50,59 +75,84 @@ class Slab:
 
     @classmethod
     def create(cls, geometry: Geometry, path: Path, engine: Engine, *, preallocate: bool) -> Slab:
-        """A new file that takes its whole size from the file system at once, or OSError and no
-        file. It gets its name when it is complete."""
-        temporary = path.with_name(path.name + ".tmp")
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        """New files that take their whole size from the file system at once, or OSError and none.
+        They get their names when they are complete, the table first: without it a slab is none."""
+        table = table_of(path)
+        fds = []
         try:
-            if preallocate:
-                os.posix_fallocate(fd, 0, geometry.file_bytes)
-            else:
-                os.ftruncate(fd, geometry.file_bytes)
-            os.pwrite(fd, geometry.pack(), 0)
-            os.rename(temporary, path)
-            return cls(geometry, path, engine, fd)
+            for file, size in ((table, geometry.table_bytes), (path, geometry.payload_bytes)):
+                fd = os.open(_unfinished(file), _CREATE, 0o600)
+                fds.append(fd)
+                if preallocate:
+                    os.posix_fallocate(fd, 0, size)
+                else:
+                    os.ftruncate(fd, size)
+                os.pwrite(fd, geometry.pack(), 0)
+            for file in (table, path):
+                os.rename(_unfinished(file), file)
+            slab = cls(geometry, path, engine, fds[0])
         except OSError:
-            os.close(fd)
-            temporary.unlink(missing_ok=True)
+            for fd in fds:
+                os.close(fd)
+            for file in (table, path):
+                _unfinished(file).unlink(missing_ok=True)
             raise
+        os.close(fds[1])
+        return slab
 
     @classmethod
     def open(cls, path: Path, engine: Engine, number: int, tier: bytes, *, read_only: bool) -> Slab:
         """OtherVersion for a slab of another kvd or directory, ValueError for what is none, or
         none any more; OSError."""
-        mode = os.O_RDONLY if read_only else os.O_RDWR
-        fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW)
+        geometry = superblock(path)
+        if (geometry.number, geometry.tier) != (number, tier):
+            raise OtherVersion("a slab of another directory")
         try:
-            geometry = Geometry.unpack(os.pread(fd, SUPER_BYTES, 0))
-            if (geometry.number, geometry.tier) != (number, tier):
-                raise OtherVersion("a slab of another directory")
-            if os.fstat(fd).st_size != geometry.file_bytes:
-                raise ValueError("the file is of another size than its superblock says")
-            return cls(geometry, path, engine, fd)
-        except (OSError, ValueError):
+            if superblock(table_of(path)) != geometry:
+                raise ValueError("its table is another slab's")
+        except FileNotFoundError as error:
+            raise ValueError("its table is gone") from error
+        mode = os.O_RDONLY if read_only else os.O_RDWR
+        fd = os.open(table_of(path), mode | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            slab = cls(geometry, path, engine, fd)
+        except OSError:
             os.close(fd)
             raise
+        if not slab.there():
+            slab.close()
+            raise ValueError("a file is of another size than its superblock says")
+        return slab
 
     def close(self) -> None:
         if self._fd >= 0:
             self.file.close()
             os.close(self._fd)
+            os.close(self._table)
             self._fd = -1
 
     def there(self) -> bool:
-        """Whether the file is still what it was: somebody may delete or cut it behind our back."""
-        info = os.fstat(self._fd)
-        return info.st_nlink > 0 and info.st_size == self.geometry.file_bytes
+        """Whether the files are still what they were: somebody may delete or cut them behind our
+        back."""
+        slots, table = os.fstat(self._fd), os.fstat(self._table)
+        return (
+            slots.st_nlink > 0
+            and slots.st_size == self.geometry.payload_bytes
+            and table.st_nlink > 0
+            and table.st_size == self.geometry.table_bytes
+        )
 
-    def still_named(self) -> bool:
-        """Whether the name still leads to this file, so that removing it removes ours."""
-        try:
-            there = os.stat(self.path, follow_symlinks=False)
-        except OSError:
-            return False
-        info = os.fstat(self._fd)
-        return (there.st_dev, there.st_ino) == (info.st_dev, info.st_ino)
+    def remove(self) -> None:
+        """Take our files from the directory; what has their names by now is not touched. The slab
+        goes first: a table without a slab is nothing."""
+        for file, fd in ((self.path, self._fd), (table_of(self.path), self._table)):
+            try:
+                there = os.stat(file, follow_symlinks=False)
+            except OSError:
+                continue
+            here = os.fstat(fd)
+            if (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino):
+                file.unlink(missing_ok=True)
 
     # -- slots ----------------------------------------------------------------------------------
 
@@ -125,11 +175,11 @@ class Slab:
     def write_record(self, slot: int, header: ChunkHeader) -> None:
         raw = header.pack()
         at = self.geometry.record_at(slot)
-        if os.pwrite(self._fd, raw, at) != HEADER_BYTES:
+        if os.pwrite(self._table, raw, at) != HEADER_BYTES:
             raise OSError(errno.EIO, "a record was written in part")
 
     def read_record(self, slot: int) -> bytes:
-        return os.pread(self._fd, HEADER_BYTES, self.geometry.record_at(slot))
+        return os.pread(self._table, HEADER_BYTES, self.geometry.record_at(slot))
 
     # -- recovery -------------------------------------------------------------------------------
 
@@ -181,7 +231,7 @@ class Slab:
             view = batch.view(np.uint8).data
             offset = self.geometry.record_at(at)
             while view.nbytes:
-                got = os.preadv(self._fd, [view], offset)
+                got = os.preadv(self._table, [view], offset)
                 if got == 0:
                     raise OSError(errno.ESTALE, "the table ends early")
                 view, offset = view[got:], offset + got

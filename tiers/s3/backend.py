@@ -36,6 +36,7 @@ from kvd.tiers.base import (
 )
 from kvd.tiers.s3.calls import Calls, PreconditionFailed
 from kvd.tiers.s3.config import S3Config, check, make_client
+from kvd.tiers.s3.guard import Guard
 from kvd.tiers.s3.objects import Body, crc32c, expected, folder, name_of, owner_of, receive
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ class S3Backend(Backend):
         self._stall_ns = int(config.read_timeout_s * 1e9)
         self._folder = folder(config.prefix)
         self._owner = owner_of(config.installation)
-        self._calls = Calls(config.attempts)
+        self._guard = Guard(4 * self._stall_ns)
+        self._calls = Calls(config.attempts, self._guard)
         self._client: Any = None
         self._parts: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -89,6 +91,9 @@ class S3Backend(Backend):
         self._calls.closed.clear()
         if self._client is None:
             self._client = make_client(self._config)
+            self._guard = Guard(4 * self._stall_ns)
+            self._calls.guard = self._guard
+            self._guard.install(self._client)
             self._parts = ThreadPoolExecutor(self._config.concurrency, "kvd-tier-s3-part")
         try:
             report = self._probe(time.monotonic_ns() + START_NS, write=True)
@@ -626,7 +631,7 @@ class S3Backend(Backend):
             return Usage(self._config.limit_bytes, self._used, self._used, len(self._mine))
 
     def notes(self) -> dict[str, int]:
-        return dict(self._calls.notes)
+        return {**self._calls.notes, "ended_exchanges": self._guard.ended}
 
     def close(self) -> None:
         self._calls.closed.set()
@@ -636,6 +641,7 @@ class S3Backend(Backend):
         if self._client is not None:
             self._client.close()
             self._client = None
+            self._guard.close()
 
 
 def _exactly(raw: Any, length: int) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from kvd.tiers.backend import Refused, failed
 from kvd.tiers.base import NEVER, Answer, Reason
+from kvd.tiers.s3.guard import Guard
 
 T = TypeVar("T")
 SECOND = 1_000_000_000
@@ -73,8 +74,9 @@ class PreconditionFailed(Exception):
 class Calls:
     """From any thread. Counts what it does in `notes`."""
 
-    def __init__(self, attempts: int) -> None:
+    def __init__(self, attempts: int, guard: Guard) -> None:
         self._attempts = attempts
+        self.guard = guard
         self.notes: Counter[str] = Counter()
         self.closed = threading.Event()
 
@@ -85,6 +87,7 @@ class Calls:
             if time.monotonic_ns() >= deadline:
                 raise Refused(Answer.TIMEOUT, Reason.SLOW, f"{what}: its deadline passed")
             self.notes["requests"] += 1
+            self.guard.deadline(deadline)
             try:
                 return call()
             except PreconditionFailed:
@@ -98,6 +101,8 @@ class Calls:
                 last = meaning
             if last.answer is not Answer.FAILED or last.reason not in _RETRIED:
                 raise last
+            if time.monotonic_ns() >= deadline:
+                raise Refused(Answer.TIMEOUT, Reason.SLOW, f"{what}: its deadline passed") from last
             wait = pause * random.uniform(0.5, 1.0)
             over = time.monotonic_ns() + int(wait * SECOND) >= deadline
             if attempt == self._attempts or over or self.closed.is_set():

@@ -65,24 +65,24 @@ class Contiguous(Layout):
         self._source.fill(1)
         self._target = Buffer(chunk_bytes * chunks)
         size = chunk_bytes
-        self._from = [self._source.array[at * size : (at + 1) * size] for at in range(chunks)]
-        self._to = [self._target.array[at * size : (at + 1) * size] for at in range(chunks)]
+        self.sources = [self._source.array[at * size : (at + 1) * size] for at in range(chunks)]
+        self.targets = [self._target.array[at * size : (at + 1) * size] for at in range(chunks)]
 
     def gather(self, chunk: int, slot: Bytes) -> None:
-        np.copyto(slot, self._from[chunk])
+        np.copyto(slot, self.sources[chunk])
 
     def scatter(self, chunk: int, slot: Bytes) -> None:
-        np.copyto(self._to[chunk], slot)
+        np.copyto(self.targets[chunk], slot)
 
     def same(self, chunk: int) -> bool:
-        return bool(np.array_equal(self._from[chunk], self._to[chunk]))
+        return bool(np.array_equal(self.sources[chunk], self.targets[chunk]))
 
     def wipe(self) -> None:
         self._target.array.fill(0)
 
     def close(self) -> None:
-        self._from.clear()
-        self._to.clear()
+        self.sources.clear()
+        self.targets.clear()
         self._source.close()
         self._target.close()
 

@@ -7,6 +7,7 @@ those of SGLang's; `tests/engines/sglangkit` shows that the real ones fit too.
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import sys
 import types
@@ -309,6 +310,8 @@ def install() -> None:
             parent = ".".join(parts[:end])
             if parent not in sys.modules:
                 module = types.ModuleType(parent)
+                # Without a spec, find_spec raises; without a loader, it is not installed.
+                module.__spec__ = importlib.machinery.ModuleSpec(parent, None)
                 module.__path__ = []  # type: ignore[attr-defined]
                 sys.modules[parent] = module
         for key, value in content.items():

@@ -6,6 +6,7 @@ those of vLLM's base classes; `tests/engines` shows that the real ones fit too.
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -137,6 +138,8 @@ def install() -> None:
             parent = ".".join(parts[:end])
             if parent not in sys.modules:
                 module = types.ModuleType(parent)
+                # Without a spec, find_spec raises; without a loader, it is not installed.
+                module.__spec__ = importlib.machinery.ModuleSpec(parent, None)
                 module.__path__ = []  # type: ignore[attr-defined]
                 sys.modules[parent] = module
         for key, value in content.items():

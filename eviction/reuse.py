@@ -1,0 +1,203 @@
+"""Evicts what is least likely to be used again soon, by what it has seen happen.
+
+The law of this module: chunks that have behaved alike form a class (how often used; whether a
+longer prefix ever hung below), each with a list of its own in the order of last use. The next
+victim is the coldest leaf of the list whose odds at that leaf's age are lowest, so the only thing
+decided by learning is how a chunk of one class compares with an older one of another. With nothing
+learned, or classes that behave alike, this is LRU; what was used once and what is used again and
+again part ways only where the requests show that they do.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvd.eviction.ghosts import Ghosts
+from kvd.eviction.leaves import ABSENT, SAME_USE_S, LeafPolicy, worth
+from kvd.eviction.odds import BINS, Odds, bin_of, bins_of
+from kvd.eviction.walk import Walk
+
+_MOST = 3  # uses after the first that make a difference
+_SAMPLE = 4096  # running lives looked at for one refresh
+_FADE_NS = 1800 * 1_000_000_000  # what was learned counts half after so long
+_TIE = 1e-6  # of the recency by which equal odds are told apart
+
+
+class Reuse(LeafPolicy):
+    """Score: last use, ns. Lists: min(uses, 3) * 2 + (1 if it ever had a child).
+
+    `horizon`: "soon", as a multiple of the mean age at which chunks go. `prior`: see `Odds`.
+    """
+
+    name = "reuse"
+    _lists = 2 * (_MOST + 1)
+
+    def __init__(
+        self,
+        ghost_factor: float = 8.0,
+        horizon: float = 3.0,
+        prior: float = 500.0,
+        same_use_s: float = SAME_USE_S,
+    ) -> None:
+        super().__init__(same_use_s)
+        self._factor, self._horizon = ghost_factor, horizon
+        self._odds = Odds(self._lists, prior)
+        self._ghosts = Ghosts(2)  # last use, class
+        self._peak = 0
+        self._evicted = 0
+        self._age_out = 60e9  # mean age at eviction, ns
+        self._due = 0  # evictions until the odds are worked out anew
+        self._fade_at = 0
+
+    # -- uses -----------------------------------------------------------------------------------
+
+    def _list_of(self, chunk: int, ghost: int) -> int:
+        old = self._ghosts.take(ghost)
+        if old is None:
+            return 0
+        last, kind = old[0], int(old[1])
+        age = self._time - last
+        if age < self._same_ns:
+            return kind
+        self._odds.hits[kind][bin_of(age)] += 1.0
+        return min(kind + 2, self._lists - 2 + kind % 2)
+
+    def _first(self, chunk: int, ghost: int, size: int, time: int) -> float:
+        self._peak = max(self._peak, self._len)
+        parent = self._parent_of(chunk)
+        if parent >= 0 and not self._home[parent] & 1:
+            self._rehome(parent, self._home[parent] | 1)
+        return float(time)
+
+    def _came(self, chunks: NDArray[np.int64], times: NDArray[np.int64]) -> None:
+        super()._came(chunks, times)
+        self._peak = max(self._peak, self._len)
+        had = chunks[np.frombuffer(self._kids, np.int32)[chunks] > 0]
+        if len(had):
+            home = self._home[int(had[0])]
+            np.frombuffer(self._home, np.int32)[had] = home + 1
+            self._count[home] -= len(had)
+            self._count[home + 1] = self._count.get(home + 1, 0) + len(had)
+
+    def _use(self, chunk: int, time: int, same: bool) -> None:
+        if not same:
+            home = self._home[chunk]
+            kind = home % self._lists
+            self._odds.hits[kind][bin_of(time - self._used[chunk])] += 1.0
+            if kind < self._lists - 2:
+                self._score[chunk] = float(time)
+                self._rehome(chunk, home + 2)
+        self._score[chunk] = float(time)
+
+    def _gone(self, chunk: int, evicted: bool) -> None:
+        kind = self._home[chunk] % self._lists
+        age = self._time - self._used[chunk]
+        if not evicted:
+            self._odds.ends[kind][bin_of(age)] += 1.0
+            return
+        self._evicted += 1
+        self._due -= 1
+        self._age_out += (age - self._age_out) * max(0.002, 1.0 / self._evicted)
+        values = (self._used[chunk], float(kind))
+        lost = self._ghosts.put(self._digest[chunk], values, int(self._factor * self._peak))
+        if lost is not None:
+            self._odds.ends[int(lost[1])][bin_of(self._time - lost[0])] += 1.0
+
+    # -- choosing -------------------------------------------------------------------------------
+
+    def _refresh(self, time: int) -> None:
+        self._due = max(64, min(1024, self._len // 4))
+        living = np.zeros((self._lists, BINS))
+        stride = 1 + self._len // _SAMPLE
+        home = np.frombuffer(self._home, dtype=np.int32)[::stride]
+        used = np.frombuffer(self._used)[::stride][home >= 0]
+        kinds = home[home >= 0] % self._lists
+        np.add.at(living, (kinds, bins_of(time - used)), float(stride))
+        stride = 1 + len(self._ghosts) // _SAMPLE
+        ghosts = self._ghosts.values()[::stride]
+        kinds = ghosts[:, 1].astype(np.int32)
+        np.add.at(living, (kinds, bins_of(time - ghosts[:, 0])), float(stride))
+        self._odds.refresh(living, self._age_out * self._horizon)
+        if time >= self._fade_at:
+            if self._fade_at:
+                self._odds.fade(0.5 ** (1.0 / 16.0))
+            self._fade_at = time + _FADE_NS // 16
+
+    def _worth(self, chunk: int, time: int) -> float:
+        age = time - self._score[chunk]
+        kind = self._home[chunk] % self._lists
+        return self._odds.table[kind][bin_of(age)] + _TIE * worth(age)
+
+    def _best(self, queue: int, time: int) -> int:
+        """The first victim, or -1."""
+        if self._due <= 0:
+            self._refresh(time)
+        base, best, least = queue * self._lists, ABSENT, 0.0
+        for home in range(base, base + self._lists):
+            if self._count.get(home):
+                chunk = self._top(home)
+                if chunk >= 0:
+                    value = self._worth(chunk, time)
+                    if best < 0 or value < least:
+                        best, least = chunk, value
+        return best if best >= 0 else self._held(queue)
+
+    def victims(self, queue: int, now: int) -> Iterator[int]:
+        time = self._peek(now)
+        first = self._best(queue, time)
+        if first < 0:
+            return
+        yield first
+        base = queue * self._lists
+        walk = Walk(self, tuple(range(base, base + self._lists)))
+        while True:
+            which, least = ABSENT, 0.0
+            for n in range(self._lists):
+                chunk = walk.peek(n)
+                if chunk >= 0:
+                    value = self._worth(chunk, time)
+                    if which < 0 or value < least:
+                        which, least = n, value
+            chunk = walk.take(which) if which >= 0 else walk.last()
+            if chunk < 0:
+                return
+            if chunk != first:
+                yield chunk
+
+    def coldness(self, queue: int, now: int) -> float | None:
+        chunk = self._best(queue, self._peek(now))
+        return None if chunk < 0 else self.value(chunk, now)
+
+    def value(self, chunk: int, now: int) -> float:
+        return self._worth(chunk, self._peek(now)) if self.resident(chunk) else 0.0
+
+    # -- restart --------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            **super().snapshot(),
+            "peak": self._peak,
+            "evicted": self._evicted,
+            "age_out": self._age_out,
+            "hits": array("d", [n for row in self._odds.hits for n in row]).tobytes(),
+            "ends": array("d", [n for row in self._odds.ends for n in row]).tobytes(),
+            "ghosts": self._ghosts.snapshot(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        super().restore(state)
+        self._peak, self._evicted = int(state["peak"]), int(state["evicted"])
+        self._age_out = float(state["age_out"])
+        self._odds.hits = _table(state["hits"], self._lists)
+        self._odds.ends = _table(state["ends"], self._lists)
+        self._ghosts.restore(state["ghosts"])
+
+
+def _table(packed: bytes, rows: int) -> list[list[float]]:
+    table: list[list[float]] = np.frombuffer(packed, "<f8").reshape(rows, BINS).tolist()
+    return table

@@ -1,0 +1,103 @@
+"""The life table: odds of a use within a horizon, against a slow reading of its definition."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from kvd.eviction.odds import BINS, Odds, bin_of, bins_of
+
+S = 1_000_000_000
+SMOOTH = 4
+
+
+def lowest(place: int) -> float:
+    """Upper edge of a bin, seconds."""
+    return float(2.0 ** ((place + 1) / 6 - 4))
+
+
+def naive_table(
+    hits: list[list[float]], ends: list[list[float]], prior: float, horizon_s: float
+) -> list[list[float]]:
+    smooth = []
+    for row in hits:
+        smooth.append(
+            [
+                sum(row[b] for b in range(n - SMOOTH, n + SMOOTH + 1) if 0 <= b < BINS)
+                / (2 * SMOOTH + 1)
+                for n in range(BINS)
+            ]
+        )
+    lives = sum(map(sum, smooth)) + sum(map(sum, ends))
+    table = []
+    for k in range(len(hits)):
+        h = [smooth[k][b] + prior * sum(r[b] for r in smooth) / lives for b in range(BINS)]
+        e = [ends[k][b] + prior * sum(r[b] for r in ends) / lives for b in range(BINS)]
+        row = []
+        for b in range(BINS):
+            reach = next((n for n in range(BINS) if lowest(n) >= lowest(b) + horizon_s), BINS - 1)
+            soon = 0.5 * h[b] + sum(h[b + 1 : reach + 1])
+            at_risk = 0.5 * (h[b] + e[b]) + sum(h[b + 1 :]) + sum(e[b + 1 :])
+            row.append(soon / at_risk if at_risk > 1e-9 else 0.0)
+        table.append(row)
+    return table
+
+
+def test_the_table_is_what_its_definition_says() -> None:
+    rng = random.Random(4)
+    odds = Odds(3, prior=7.0)
+    for k in range(3):
+        for _ in range(200):
+            odds.hits[k][rng.randrange(BINS)] += 1.0
+            odds.ends[k][rng.randrange(BINS)] += 1.0
+    living = np.zeros((3, BINS))
+    living[1, 50:90] = 2.0
+    ends = (np.array(odds.ends) + living).tolist()
+    for horizon in (1.0, 60.0, 3000.0):
+        odds.refresh(living, horizon * S)
+        naive = naive_table(odds.hits, ends, 7.0, horizon)
+        for mine, theirs in zip(odds.table, naive, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-6)
+
+
+def test_without_history_nothing_is_likely() -> None:
+    odds = Odds(2, prior=100.0)
+    odds.refresh(np.zeros((2, BINS)), 60.0 * S)
+    assert all(value == 0.0 for row in odds.table for value in row)
+
+
+def test_odds_lie_between_0_and_1() -> None:
+    odds = Odds(2, prior=1.0)
+    for n in range(BINS):
+        odds.hits[0][n] = float(n)
+        odds.ends[1][n] = float(BINS - n)
+    odds.refresh(np.zeros((2, BINS)), 600.0 * S)
+    assert all(0.0 <= value <= 1.0 + 1e-9 for row in odds.table for value in row)
+
+
+def test_lives_that_still_run_make_late_uses_no_less_likely_than_they_are() -> None:
+    """All come back after 100 s. Counting only what has ended, as if nothing else ran, would say
+    the same at 50 s; with a thousand running lives of 200 s it is one in eleven."""
+    odds = Odds(1, prior=0.0)
+    odds.hits[0][bin_of(100 * S)] = 100.0
+    living = np.zeros((1, BINS))
+    odds.refresh(living, 300.0 * S)
+    assert odds.table[0][bin_of(30 * S)] == pytest.approx(1.0)
+    living[0, bin_of(200 * S)] = 1000.0
+    odds.refresh(living, 300.0 * S)
+    assert odds.table[0][bin_of(30 * S)] == pytest.approx(100 / 1100)
+
+
+def test_many_bins_are_those_of_each() -> None:
+    ages = [0.0, 1.0, 0.06 * S, 0.5 * S, 1.0 * S, 59.0 * S, 3600.0 * S, 1e6 * S, 1e12 * S]
+    assert bins_of(np.array(ages)).tolist() == [bin_of(age) for age in ages]
+    assert bin_of(0) == 0 and bin_of(1e30) == BINS - 1
+
+
+def test_what_fades_keeps_its_proportions() -> None:
+    odds = Odds(1, prior=0.0)
+    odds.hits[0][40], odds.ends[0][50] = 8.0, 4.0
+    odds.fade(0.25)
+    assert (odds.hits[0][40], odds.ends[0][50]) == (2.0, 1.0)

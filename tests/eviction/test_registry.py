@@ -1,0 +1,57 @@
+"""Policies by name: what is accepted, and how the rest is refused."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from kvd.errors import ConfigError
+from kvd.eviction.crf import Crf
+from kvd.eviction.registry import DEFAULT, POLICIES, factory, make
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_name_makes_its_policy(name: str) -> None:
+    policy = make(name)
+    assert policy.name == name and len(policy) == 0
+    assert make(name) is not policy
+
+
+def test_default_is_a_name_for_one_of_them() -> None:
+    assert type(make("default")) is POLICIES[DEFAULT]
+
+
+def test_options_follow_a_colon() -> None:
+    policy = make("crf:half_life_s=300,ghost_factor=4")
+    assert isinstance(policy, Crf) and policy._half_ns == 300e9
+
+
+def test_a_dotted_path_is_ones_own() -> None:
+    made = factory("kvd.eviction.crf.Crf:half_life_s=9", importlib.import_module)
+    assert isinstance(made(), Crf)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("lur", "did you mean 'lru'"),
+        ("", "known: default"),
+        ("crf:half_life_s", "not option=number"),
+        ("crf:half_life_s=long", "not option=number"),
+        ("crf:half_life_s=0", "above 0"),
+        ("crf:size=3", "size"),
+        ("no.such.Policy", "can't be imported"),
+        ("kvd.eviction.crf.Nothing", "can't be imported"),
+        ("kvd.eviction.base.Policy", "no class that fulfils Policy"),
+        ("kvd.errors.KvdError", "no class that fulfils Policy"),
+    ],
+)
+def test_what_is_wrong_is_named(spec: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        factory(spec, importlib.import_module)
+
+
+def test_without_a_loader_there_are_no_dotted_paths() -> None:
+    with pytest.raises(ConfigError, match="not accepted"):
+        make("kvd.eviction.crf.Crf")
