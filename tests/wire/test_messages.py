@@ -165,7 +165,7 @@ def test_a_field_that_is_wrong_is_named(
         decode(op, body)
 
 
-@pytest.mark.parametrize("op", [0, 19, 255])
+@pytest.mark.parametrize("op", [0, 20, 255])
 def test_an_unknown_operation_is_a_protocol_error(op: int) -> None:
     """K03"""
     with pytest.raises(ProtocolError, match=f"operation {op} is unknown"):
