@@ -39,10 +39,11 @@ ARROWS: dict[str, set[str]] = {
     "client": {"wire", "chunk", "arena"},
     "server": {"core", "tiers", "telemetry", "eviction", "wire", "chunk", "arena"},
     "connectors": {"client", "wire", "chunk", "blend"},
-    # The bench measures the core and the arena in its own process, with no daemon between; the demo
-    # is an application of a connector.
+    # The bench measures the core, the arena and the tiers in its own process, with no daemon
+    # between; the demo is an application of a connector.
     "tools": {
-        "connectors", "client", "wire", "chunk", "blend", "core", "eviction", "arena", "telemetry"
+        "connectors", "client", "wire", "chunk", "blend", "core", "eviction", "arena", "telemetry",
+        "tiers",
     },
 }
 

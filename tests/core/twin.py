@@ -186,14 +186,14 @@ class Twin:
         elif isinstance(action, Answered):
             self._answered(action.job, action.event)
         elif isinstance(action, ac.TierRead):
-            record = self.world.record_at(action.offset)
+            record = self.world.where[action.job]
             assert record not in self.hand, "a slot in use was given to a tier"
             self.hand[record] = "fetch"
             self.fetching[action.job] = record
         elif isinstance(action, ac.TierDelete):
             self._gone_below(action)
         elif isinstance(action, ac.TierWrite):
-            key, shard = self._owner(self.world.record_at(action.offset))
+            key, shard = self._owner(self.world.where[action.job])
             assert shard.state == "ready" and shard.sealed
             assert (self.key_of(action.header), action.header.shard)[0] == key
         elif isinstance(action, ac.AssignSlab):

@@ -156,6 +156,7 @@ class World:
         self.settings = {"instance": "test", "size": size, "slab_size": slab_size, **settings}
         self.shelves = [Shelf(tier.limit) for tier in settings.get("tiers", ())]
         self.fails: Callable[[Any], int] = lambda job: 0  # how a job fails
+        self.where: dict[int, int] = {}  # job -> record; slabs may change class later
         self.in_hand: dict[int, Any] = {}  # jobs of tiers that did not come back yet
         self.policy = policy
         self.auto = auto  # workers answer at once
@@ -316,7 +317,7 @@ class World:
         if isinstance(job, ac.TierWrite):
             if fail:
                 return ev.TierWritten(job.job, lost)
-            return shelf.write(job, self.payload[self.record_at(job.offset)])
+            return shelf.write(job, self.payload[self.where[job.job]])
         if isinstance(job, ac.TierDelete):
             if fail and fail % 2:
                 shelf.delete(job)
@@ -325,7 +326,7 @@ class World:
             return ev.TierReadDone(job.job, lost)
         event, payload = shelf.read(job)
         if isinstance(job, ac.TierRead):
-            self.payload[self.record_at(job.offset)] = payload or b"half of it"
+            self.payload[self.where[job.job]] = payload or b"half of it"
         return event
 
     def held_keys(self) -> set[tuple[bytes, int, bytes]]:
@@ -371,6 +372,8 @@ class World:
                     for other in self.in_hand.values()
                 ), "two jobs at a time for one key"
                 self.in_hand[action.job] = action
+                if isinstance(action, ac.TierWrite | ac.TierRead):
+                    self.where[action.job] = self.record_at(action.offset)
                 self.jobs.append(action)
             elif isinstance(action, ac.Reply | ac.Fail):
                 assert action.request not in self.replies, "a request was answered twice"

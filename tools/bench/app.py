@@ -101,6 +101,17 @@ def engine(as_json: bool, quick: bool, socket: str | None, requests: int | None)
     _run(as_json, lambda: run_engine(socket, quick=quick, requests=requests), _engine_tables)
 
 
+@bench.command()
+@_json
+@_quick
+@click.option("--dir", "directory", metavar="DIR", help="On the disk to measure (default: TMPDIR).")
+def tiers(as_json: bool, quick: bool, directory: str | None) -> None:
+    """NVMe against plain O_DIRECT, and the daemon's ladder: first chunk, warm start, lookups."""
+    from kvd.tools.bench.tiers import run_tiers
+
+    _run(as_json, lambda: run_tiers(directory, quick=quick), _tiers_tables)
+
+
 def run(argv: Sequence[str]) -> int:
     """Run kvd-bench with these arguments: 0 done, 1 failed, 2 usage, 130 or 143 told to end."""
     # told to end by whatever signal, it still ends its daemon and removes the arena
@@ -198,6 +209,31 @@ def _index_tables(result: dict[str, Any]) -> list[Table]:
     for key, value in result.items():
         table.add_row(key, f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}")
     return [table]
+
+
+def _tiers_tables(result: dict[str, Any]) -> list[Table]:
+    table = _table(
+        "nvme", ">chunk", "engine", ">limit write GB/s", ">ratio", ">limit read GB/s", ">ratio"
+    )
+    for row in result["nvme"]:
+        table.add_row(
+            f"{row['chunk_bytes'] >> 20} MiB",
+            row["engine"],
+            f"{row['limit_write_gbps']:.2f}",
+            f"{row['write_ratio']:.2f}",
+            f"{row['limit_read_gbps']:.2f}",
+            f"{row['read_ratio']:.2f}",
+        )
+    warm = result["warm_start"]
+    rest = _table("the ladder", "", ">")
+    rest.add_row("first of many chunks, over one bare read", f"{result['first_chunk_ratio']:.2f}")
+    rest.add_row(f"warm start with {warm['chunks']:,} chunks, s", f"{warm['seconds']:.1f}")
+    under = result["lookup_p99_ratio_under_demotion"]
+    rest.add_row("lookups' p99 under demotion, over quiet", f"{under:.2f}")
+    rest.add_row(
+        "nvme's p99 beside a slow tier, over alone", f"{result['slow_tier_p99_ratio']:.2f}"
+    )
+    return [table, rest]
 
 
 def _engine_tables(result: dict[str, Any]) -> list[Table]:

@@ -47,13 +47,29 @@ class Daemon:
         self._instance = f"bench-{secrets.token_hex(4)}"
         self._log = Path(self._directory, "log")
         environment = {name: at for name, at in os.environ.items() if not name.startswith("KVD_")}
+        self._environment = environment
+        self._command = [
+            sys.executable, "-m", "kvd.server.main",
+            "--socket", self.socket, "--instance", self._instance, *options,
+        ]  # fmt: skip
+        self.again()
+
+    def kill(self) -> None:
+        """SIGKILL; `again` starts the next life."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    @property
+    def instance(self) -> str:
+        return self._instance
+
+    def again(self) -> None:
+        """Start, and wait until it answers."""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [
-                    sys.executable, "-m", "kvd.server.main",
-                    "--socket", self.socket, "--instance", self._instance, *options,
-                ],
-                env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                self._command,
+                env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
         self.pid = self._process.pid
         try:
@@ -112,7 +128,7 @@ class Daemon:
                     with Client(self.socket, timeout_s=1, map_memory=False) as client:
                         if all(
                             tier["reserved_bytes"] > tier["limit_bytes"] * 15 // 16
-                            for tier in client.stat()["tiers"]
+                            for tier in client.stat()["tiers"][:1]
                         ):
                             return
                 except KvdError:

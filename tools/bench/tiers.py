@@ -1,0 +1,383 @@
+"""`kvd-bench tiers`: what the ladder gives of what its media can.
+
+The law of this module: a ratio has both its sides from one run, in turns, on the same disk with the
+same queue depth; the limit is a plain loop of system calls that does nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvd.chunk import ChunkHeader, HeaderFlag, KVSpec, ShardSpec, State, payload_digest
+from kvd.client import Client, Selector
+from kvd.tiers import base as t
+from kvd.tiers.faults import Fault, Faults, FaultyBackend
+from kvd.tiers.memory import MemoryBackend
+from kvd.tiers.nvme import NvmeBackend, NvmeConfig
+from kvd.tiers.pool import PoolConfig, PooledTier
+from kvd.tools.bench.daemon import BenchError, Daemon
+from kvd.tools.bench.machine import busy
+
+MIB = 1 << 20
+DEPTH = 4  # reads or writes at a time
+ROUNDS = 3
+
+
+def run_tiers(directory: str | None, *, quick: bool = False) -> dict[str, Any]:
+    """Everything, on a disk of the caller's choice."""
+    with _folder(directory) as folder:
+        sizes = (4 * MIB,) if quick else (4 * MIB, 32 * MIB)
+        total = 64 * MIB if quick else 512 * MIB
+        nvme = [_nvme(folder, size, max(DEPTH, total // size)) for size in sizes]
+        return {
+            "nvme": nvme,
+            "s3": [],  # without a service there is nothing to compare with
+            "first_chunk_ratio": _first_chunk(folder, quick=quick),
+            "warm_start": _warm_start(folder, 20_000 if quick else 1_000_000),
+            "lookup_p99_ratio_under_demotion": _under_demotion(folder, quick=quick),
+            "slow_tier_p99_ratio": _slow_tier(folder, quick=quick),
+        }
+
+
+@contextmanager
+def _folder(directory: str | None) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="kvd-bench-", dir=directory))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _spec(nbytes: int) -> KVSpec:
+    shards = (ShardSpec(0, 0, 0, 0, 0, 1, 0, 1, nbytes),)
+    return KVSpec("bench", "", "w", "bench", "bf16", "", "raw", 16, 1, 1, 1, (), (), shards)
+
+
+# -- one medium, against plain system calls -------------------------------------------------------
+
+
+class _Rig:
+    """A tier of its own, and memory for its payloads that O_DIRECT takes."""
+
+    def __init__(self, folder: Path, size: int, count: int) -> None:
+        self.size, self.count = size, count
+        self.memory = mmap(-1, size * count)
+        rng = np.random.default_rng(1)
+        view = np.frombuffer(self.memory, np.uint8)
+        view[:] = np.resize(rng.integers(0, 256, 8 * MIB + 13, np.uint8), len(view))
+        self.completions = t.Completions()
+        config = NvmeConfig(
+            folder, "bench", size * count * 2 + 64 * MIB, size * count + MIB, reserve_bytes=0,
+            threads=DEPTH,
+        )  # fmt: skip
+        pool = PoolConfig(workers=DEPTH, writers=DEPTH)
+        self.tier = PooledTier("nvme", NvmeBackend(config), self.completions, pool)
+        self.report = self.tier.start()
+        self.headers = [self._header(n) for n in range(count)]
+        self.places: list[t.Place] = []
+
+    def _header(self, n: int) -> ChunkHeader:
+        return ChunkHeader(
+            kind=1, state=State.READY, namespace_digest=bytes(32), spec=bytes(32),
+            chunk=n.to_bytes(32, "little"), shard_count=1, tokens=16, flags=HeaderFlag.SEALED,
+            length=self.size, digest=payload_digest(self.view(n)),
+        )  # fmt: skip
+
+    def view(self, n: int) -> memoryview:
+        return memoryview(self.memory)[n * self.size : (n + 1) * self.size]
+
+    def run(self, jobs: list[t.Job]) -> tuple[float, list[t.Completion]]:
+        """Seconds until all are back."""
+        begun = time.perf_counter()
+        self.tier.submit(jobs)
+        done: list[t.Completion] = []
+        while len(done) < len(jobs):
+            taken = self.completions.take()
+            done += taken
+            if not taken:
+                time.sleep(0.0002)
+        took = time.perf_counter() - begun
+        bad = [c for c in done if c.answer is not t.Answer.OK]
+        if bad:
+            raise BenchError(f"tier nvme: {bad[0].answer.value}: {bad[0].detail}")
+        return took, done
+
+    def write(self) -> float:
+        took, done = self.run([t.Write(n, h, self.view(n)) for n, h in enumerate(self.headers)])
+        self.places = [c.place for c in sorted(done, key=lambda c: int(str(c.job.token)))]
+        return took
+
+    def read(self) -> float:
+        jobs: list[t.Job] = [
+            t.Read(n, t.Key.of(h), self.places[n], self.view(n)) for n, h in enumerate(self.headers)
+        ]
+        return self.run(jobs)[0]
+
+    def clear(self) -> None:
+        jobs: list[t.Job] = [
+            t.Delete(n, t.Key.of(h), self.places[n]) for n, h in enumerate(self.headers)
+        ]
+        self.run(jobs)
+
+    def close(self) -> None:
+        self.tier.close()
+        self.completions.close()
+
+
+class _Plain:
+    """The same bytes by pread and pwrite alone."""
+
+    def __init__(self, path: Path, rig: _Rig, *, direct: bool) -> None:
+        self.rig = rig
+        flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
+        self.fd = os.open(path, flags, 0o600)
+        os.posix_fallocate(self.fd, 0, rig.size * rig.count)
+        self.pool = ThreadPoolExecutor(DEPTH)
+
+    def _all(self, one: Any) -> float:
+        begun = time.perf_counter()
+        list(self.pool.map(one, range(self.rig.count)))
+        return time.perf_counter() - begun
+
+    def write(self) -> float:
+        return self._all(lambda n: os.pwrite(self.fd, self.rig.view(n), n * self.rig.size))
+
+    def read(self) -> float:
+        return self._all(lambda n: os.preadv(self.fd, [self.rig.view(n)], n * self.rig.size))
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        os.close(self.fd)
+
+
+def _nvme(folder: Path, size: int, count: int) -> dict[str, Any]:
+    busy(f"nvme, {count} x {size // MIB} MiB")
+    rig = _Rig(folder / f"tier-{size}", size, count)
+    plain = _Plain(folder / "plain", rig, direct=rig.report.engine != "buffered")
+    times: dict[str, list[float]] = {"lw": [], "w": [], "lr": [], "r": []}
+    try:
+        plain.write()
+        for _ in range(ROUNDS):
+            times["lw"].append(plain.write())
+            times["w"].append(rig.write())
+            times["lr"].append(plain.read())
+            times["r"].append(rig.read())
+            rig.clear()
+    finally:
+        plain.close()
+        rig.close()
+        (folder / "plain").unlink()
+    best = {name: statistics.median(values) for name, values in times.items()}
+    gigabytes = size * count / 1e9
+    return {
+        "chunk_bytes": size,
+        "engine": rig.report.engine,
+        "limit_write_gbps": gigabytes / best["lw"],
+        "limit_read_gbps": gigabytes / best["lr"],
+        "write_ratio": best["lw"] / best["w"],
+        "read_ratio": best["lr"] / best["r"],
+    }
+
+
+# -- the whole daemon -----------------------------------------------------------------------------
+
+
+def _keys(count: int, salt: int = 0) -> list[bytes]:
+    rng = np.random.default_rng(salt + 1)
+    raw = rng.integers(0, 256, (count, 32), np.uint8)
+    return [row.tobytes() for row in raw]
+
+
+def _first_chunk(folder: Path, *, quick: bool) -> float:
+    """Time until the first of 64 chunks from NVMe can be copied, over a bare read of one."""
+    busy("first chunk of a load from nvme")
+    size, count = 4 * MIB, 16 if quick else 64
+    path = folder / "first"
+    flags = ("--nvme-path", str(path), "--nvme-limit", str(3 * size * count), "--nvme-reserve", "0")
+    bare = _bare_reads(folder / "bare", size, count)
+    ratios = []
+    with Daemon(None, "--arena-size", str(2 * size * count), *flags) as daemon:
+        with Client(daemon.socket, timeout_s=30) as client:
+            handle = client.register(_spec(size))
+            hashes = _keys(count)
+            data = np.random.default_rng(3).integers(0, 256, size, np.uint8)
+            client.store_chunks(handle, hashes, None, [data] * count, timeout_s=60)
+            client.tier("nvme", "drain")
+            _until(lambda: client.stat()["tiers"][1]["chunks"] == count)
+            for _ in range(2 * ROUNDS):
+                client.evict(Selector(tier="dram", everything=True))
+                begun = time.perf_counter()
+                with client.lookup(handle, hashes, load=True) as found:
+                    if found.transfer is None:
+                        raise BenchError("nothing came back from nvme")
+                    next(iter(found.transfer))
+                    ratios.append((time.perf_counter() - begun) / bare)
+                    for _index in found.transfer:
+                        pass
+    return statistics.median(ratios)
+
+
+def _bare_reads(path: Path, size: int, count: int) -> float:
+    """Seconds of one read at a time."""
+    memory = mmap(-1, size)
+    flags = os.O_RDWR | os.O_CREAT
+    try:
+        fd = os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError:
+        fd = os.open(path, flags, 0o600)
+    try:
+        for n in range(count):
+            os.pwrite(fd, memory, n * size)
+        took = []
+        for n in range(count):
+            begun = time.perf_counter()
+            os.preadv(fd, [memory], n * size)
+            took.append(time.perf_counter() - begun)
+        return statistics.median(took)
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def _until(true: Any, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            raise BenchError("the daemon did not come to the state that is measured")
+        time.sleep(0.05)
+
+
+def _warm_start(folder: Path, chunks: int) -> dict[str, Any]:
+    """From the start of the process to readiness, with that many chunks on NVMe."""
+    busy(f"warm start with {chunks} chunks")
+    size, path = 4096, folder / "warm"
+    limit = chunks * (size + 512) + chunks * size // 16 + 256 * MIB
+    flags = (
+        "--nvme-path", str(path), "--nvme-limit", str(limit), "--nvme-reserve", "0",
+        "--arena-size", "64MiB",
+    )  # fmt: skip
+    spec = _spec(size)
+    with Daemon(None, *flags) as daemon:
+        with Client(daemon.socket) as client:
+            client.register(spec)  # so that the next life knows it by the arena's registry
+            namespace = client.info().namespace
+        daemon.kill()
+        _put_many(path, daemon.instance, limit, spec, namespace, chunks)
+        begun = time.perf_counter()
+        daemon.again()
+        took = time.perf_counter() - begun
+        with Client(daemon.socket, timeout_s=30) as client:
+            there = client.stat()["tiers"][1]["chunks"]
+    if there != chunks:
+        raise BenchError(f"{there} of {chunks} chunks were taken up")
+    return {"chunks": chunks, "seconds": took}
+
+
+def _put_many(
+    path: Path, instance: str, limit: int, spec: KVSpec, namespace: str, chunks: int
+) -> None:
+    from kvd.chunk import namespace_digest
+
+    backend = NvmeBackend(NvmeConfig(path, instance, limit, reserve_bytes=0, preallocate=False))
+    backend.open()
+    memory = memoryview(mmap(-1, 4096))
+    header = ChunkHeader(
+        kind=2, state=State.READY, namespace_digest=namespace_digest(namespace), spec=spec.digest,
+        shard_count=1, tokens=16, flags=HeaderFlag.SEALED, length=4096,
+        digest=payload_digest(memory),
+    )  # fmt: skip
+    keys = np.random.default_rng(5).integers(0, 256, (chunks, 32), np.uint8)
+    try:
+        for n in range(chunks):
+            one = header._replace(chunk=keys[n].tobytes())
+            backend.put(t.Key.of(one), one, memory, t.NEVER)
+    finally:
+        backend.close()
+
+
+def _under_demotion(folder: Path, *, quick: bool) -> float:
+    """p99 of lookups in DRAM while NVMe is saturated with demotions, over p99 when all is quiet."""
+    busy("lookups under demotion")
+    size, seconds = MIB, 2.0 if quick else 10.0
+    flags = (
+        "--nvme-path", str(folder / "busy"), "--nvme-limit", "2GiB", "--nvme-reserve", "0",
+        "--arena-size", "256MiB",
+    )  # fmt: skip
+    with Daemon(None, *flags) as daemon, Client(daemon.socket, timeout_s=30) as client:
+        handle = client.register(_spec(size))
+        hot = _keys(32)
+        data = np.random.default_rng(7).integers(0, 256, size, np.uint8)
+        client.store_chunks(handle, hot, None, [data] * 32)
+        stop = threading.Event()
+
+        def storm() -> None:
+            with Client(daemon.socket, timeout_s=30) as other:
+                again = other.register(_spec(size))
+                for n in range(1_000_000):
+                    if stop.is_set():
+                        return
+                    other.store_chunks(again, _keys(16, 100 + n), None, [data] * 16, timeout_s=30)
+
+        quiet = _p99(client, handle, hot, seconds)
+        thread = threading.Thread(target=storm)
+        thread.start()
+        try:
+            _until(lambda: client.stat()["counters"]["demotions"]["written"] > 0)
+            loud = _p99(client, handle, hot, seconds)
+        finally:
+            stop.set()
+            thread.join()
+    return loud / quiet
+
+
+def _p99(client: Client, handle: Any, keys: list[bytes], seconds: float) -> float:
+    took = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        begun = time.perf_counter()
+        client.lookup(handle, keys, lease=True).__exit__(None, None, None)
+        took.append(time.perf_counter() - begun)
+        time.sleep(0.001)
+    return float(np.percentile(took, 99))
+
+
+def _slow_tier(folder: Path, *, quick: bool) -> float:
+    """p99 of NVMe reads beside a tier that takes 2 s a request, over p99 without it."""
+    busy("a slow tier beside nvme")
+    rig = _Rig(folder / "beside", MIB, 32)
+    faults = Faults()
+    faults.add("put", Fault.LATENCY, seconds=2.0)
+    slow = PooledTier("slow", FaultyBackend(MemoryBackend(1 << 30), faults), t.Completions())
+    slow.start()
+    try:
+        rig.write()
+        _read_p99(rig, quick=True)  # the first reads are not like the others
+        alone = _read_p99(rig, quick=quick)
+        slow.submit([t.Write(n, h, rig.view(n)) for n, h in enumerate(rig.headers)])
+        beside = _read_p99(rig, quick=quick)
+    finally:
+        rig.close()
+        slow.close()
+    return beside / alone
+
+
+def _read_p99(rig: _Rig, *, quick: bool) -> float:
+    took = []
+    for n in range(100 if quick else 500):
+        which = n % rig.count
+        key = t.Key.of(rig.headers[which])
+        took.append(rig.run([t.Read(which, key, rig.places[which], rig.view(which))])[0])
+    return float(np.percentile(took, 99))
