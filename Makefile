@@ -9,6 +9,8 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 # Where `make demo` writes its figures as JSON: make demo JSON=out.json
 JSON ?=
+# What `make demo` answers from besides memory: make demo TIERS=dram,nvme (or ,s3 with KVD_S3_...)
+TIERS ?=
 # Which engine `make demo` uses: transformers, or vllm (make demo ENGINE=vllm)
 ENGINE ?= transformers
 
@@ -100,7 +102,7 @@ test-sglang: $(SGLANG)/.kvd  ## the SGLang backend under SGLang's own classes, s
 demo: demo-$(ENGINE)  ## a real model answers over a document: cold, warm, after a kill; ENGINE=vllm
 
 demo-transformers: $(VENV)/.demo
-	$(PY) -m kvd.tools.demo $(if $(JSON),--json '$(JSON)')
+	$(PY) -m kvd.tools.demo $(if $(JSON),--json '$(JSON)') $(if $(TIERS),--tiers '$(TIERS)')
 
 demo-vllm: $(VLLM)/.kvd
 	$(VLLM_PY) -m kvd.tools.demo --engine vllm $(if $(JSON),--json '$(JSON)')
@@ -108,10 +110,11 @@ demo-vllm: $(VLLM)/.kvd
 bench-engine: $(VLLM)/.kvd  ## kvd-bench engine: what the connector costs vLLM, and what it saves
 	$(VLLM)/bin/kvd-bench engine
 
-bench: $(VENV)/.dev  ## kvd-bench: data, control and index
+bench: $(VENV)/.dev  ## kvd-bench: data, control, index and tiers
 	$(VENV)/bin/kvd-bench data
 	$(VENV)/bin/kvd-bench control
 	$(VENV)/bin/kvd-bench index
+	$(VENV)/bin/kvd-bench tiers
 
 clean:  ## remove what was built; the virtual environment and the prepared model stay
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo

@@ -49,24 +49,31 @@ class Answer(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Cold, warm, after the restart; and the same three questions without kvd."""
+    """Cold, warm, after the restart, then from each tier below; and the same without kvd."""
 
     runs: list[Answer]
     plain: list[Answer]
+    tiers: tuple[str, ...] = ()
 
     @property
     def identical(self) -> bool:
         return all(a.tokens == b.tokens for a, b in zip(self.runs, self.plain, strict=True))
 
     def to_json(self) -> dict[str, Any]:
-        cold, warm, restarted = self.runs
-        return {
+        cold, warm, restarted, *below = self.runs
+        told: dict[str, Any] = {
             "ttft_cold_s": round(cold.ttft_s, 4),
             "ttft_warm_s": round(warm.ttft_s, 4),
             "ttft_after_restart_s": round(restarted.ttft_s, 4),
             "reused_tokens": warm.reused_tokens,
             "identical": self.identical,
         }
+        if below:
+            told["ttft_from_s"] = {
+                tier: round(answer.ttft_s, 4)
+                for tier, answer in zip(self.tiers, below, strict=True)
+            }
+        return told
 
 
 def ask(
@@ -133,8 +140,20 @@ def run(
     daemon.start()
     runs += ask(model, threads, [third], daemon.socket)
     _tell(console, runs[-1])
-    console.print("[bold]4[/] the three questions without kvd, to compare")
-    return Outcome(runs, ask(model, threads, QUESTIONS, None))
+    asked = [first, second, third]
+    for tier in daemon.tiers:
+        chunks = daemon.leave_only(tier)
+        console.print(
+            f"[bold]{len(runs) + 1}[/] all is written to {tier} ({chunks} chunks) and forgotten "
+            "above it; a new process asks again"
+        )
+        asked.append(QUESTIONS[len(asked) % len(QUESTIONS)])
+        runs += ask(model, threads, [asked[-1]], daemon.socket)
+        _tell(console, runs[-1])
+    console.print(f"[bold]{len(runs) + 1}[/] the questions without kvd, to compare")
+    plain = ask(model, threads, QUESTIONS, None)
+    plain += [plain[n % len(plain)] for n in range(len(plain), len(runs))]
+    return Outcome(runs, plain, daemon.tiers)
 
 
 def _tell(console: Console, answer: Answer) -> None:
@@ -148,7 +167,8 @@ def table(outcome: Outcome) -> Table:
     for column in ("prompt tokens", "reused tokens", "TTFT s", "CPU s", "cold / TTFT"):
         shown.add_column(column, justify="right")
     shown.add_column("identical")
-    names = ("1 cold", "2 warm", "3 restarted")
+    names = ["1 cold", "2 warm", "3 restarted"]
+    names += [f"{n} from {tier}" for n, tier in enumerate(outcome.tiers, 4)]
     for name, answer, plain in zip(names, outcome.runs, outcome.plain, strict=True):
         shown.add_row(
             name,
@@ -200,7 +220,11 @@ def sensible_threads() -> int:
 @click.option(
     "--engine", type=click.Choice(sorted(ENGINES)), default="transformers", show_default=True
 )
-def main(json_path: Path | None, threads: int | None, engine: str) -> None:
+@click.option(
+    "--tiers", default="dram", show_default=True, metavar="NAME,...",
+    help="dram, and tiers below it to answer from: nvme, redis, s3.",
+)  # fmt: skip
+def main(json_path: Path | None, threads: int | None, engine: str, tiers: str) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up, too
     console = Console()
     threads = threads or sensible_threads()
@@ -210,7 +234,10 @@ def main(json_path: Path | None, threads: int | None, engine: str) -> None:
         console.print(
             f"{engine}: model {prepared.path} ({made}), {threads} thread(s)", highlight=False
         )
-        with Daemon(ARENA_SIZE) as daemon:
+        below = [name.strip() for name in tiers.split(",") if name.strip() not in ("", "dram")]
+        if unknown := set(below) - {"nvme", "redis", "s3"}:
+            raise click.UsageError(f"--tiers: {', '.join(sorted(unknown))} is no tier")
+        with Daemon(ARENA_SIZE, below) as daemon:
             outcome = run(console, prepared.path, threads, daemon, engine)
             console.print()
             console.print(table(outcome))

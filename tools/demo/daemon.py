@@ -13,10 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from kvd.client import Client
+from kvd.client import Client, Selector
 from kvd.errors import KvdError
 
 __all__ = ["Daemon", "DaemonFailed"]
@@ -32,8 +33,11 @@ class DaemonFailed(Exception):
 class Daemon:
     """`kvd` on a socket in a temporary folder; a context manager."""
 
-    def __init__(self, arena_size: str) -> None:
+    def __init__(self, arena_size: str, tiers: Sequence[str] = ()) -> None:
+        """`tiers`: below memory, in their order: nvme (in a folder of its own), redis, s3 (as
+        KVD_REDIS_... and KVD_S3_... in the environment say)."""
         self._arena_size = arena_size
+        self.tiers = tuple(tiers)
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="kvd-demo-", dir="/tmp"))
         shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -61,7 +65,13 @@ class Daemon:
         """Start it and wait until it answers. DaemonFailed, with its words, if it doesn't."""
         command = [sys.executable, "-m", "kvd.server.main", "--socket", self.socket]
         command += ["--arena-path", str(self._arena), "--arena-size", self._arena_size]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("KVD_")}
+        if "nvme" in self.tiers:
+            command += ["--nvme-path", str(self._folder / "nvme"), "--nvme-limit", "2GiB"]
+            command += ["--nvme-reserve", "0"]
+        kept = tuple(f"KVD_{name.upper()}_" for name in self.tiers if name != "nvme")
+        environment = {
+            k: v for k, v in os.environ.items() if not k.startswith("KVD_") or k.startswith(kept)
+        }
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
@@ -78,6 +88,24 @@ class Daemon:
                     self.stop()
                     raise DaemonFailed(f"the daemon did not start ({error}):\n{said}") from error
                 time.sleep(0.05)
+
+    def leave_only(self, tier: str) -> int:
+        """Write everything to a tier, and forget it in all tiers above; how many chunks it has.
+        DaemonFailed if it has none."""
+        with Client(self.socket, timeout_s=_START_S, name="demo") as client:
+            named = [row["name"] for row in client.stat()["tiers"]]
+            if tier not in named:
+                raise DaemonFailed(f"the daemon has no tier {tier}: {', '.join(named)}")
+            client.tier(tier, "drain")
+            end = time.monotonic() + _START_S
+            while client.stat()["counters"]["moving"] and time.monotonic() < end:
+                time.sleep(0.05)
+            for above in named[: named.index(tier)]:
+                client.evict(Selector(tier=above, everything=True))
+            chunks = int(client.stat()["tiers"][named.index(tier)]["chunks"])
+        if not chunks:
+            raise DaemonFailed(f"nothing could be written to {tier}")
+        return chunks
 
     def kill(self) -> None:
         """SIGKILL: no goodbye, nothing flushed; socket and arena are left where they lie."""
