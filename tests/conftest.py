@@ -3,7 +3,8 @@
 The law of this file: a test leaves nothing behind. After each test an autouse fixture compares
 the process with what it was before: Python threads, file descriptors, child processes, and names
 in /dev/shm that start with `kvd-`. What is still there after a grace period fails that test;
-children are killed, so that the next one starts clean. Fixtures of a wider
+children are killed, so that the next one starts clean. What another run of kvd on this machine does
+in /dev/shm is blamed on nobody: names that tests give carry the run's tag. Fixtures of a wider
 scope than a test are set up before the comparison begins and torn down after it ends.
 
 At the end of the run, processes that were started by it and got away from their parent (a
@@ -50,6 +51,16 @@ LIBRARY_CHILDREN = re.compile(
 
 _RUN_MARK = "PYTEST_LEAK_MARK"
 os.environ[_RUN_MARK] = uuid.uuid4().hex
+RUN_TAG = os.environ[_RUN_MARK][:8]  # in the names of this run's daemons and arenas
+
+# Somebody else who may make and remove names in /dev/shm: a run of tests, a daemon, a tool.
+# (Not whatever names one among its arguments, as `timeout` does.)
+OTHER_RUNS = re.compile(
+    rb"[^\0]*python[^\0]*\0(.*\0)?-m\0(pytest|kvd\.[a-z.]+)\0"
+    rb"|([^\0]*python[^\0]*\0)?([^\0]*/)?(pytest|kvd|kvd-bench|kvd-cli)\0",
+    re.DOTALL,
+)
+_others_seen = False
 
 
 class Snapshot(NamedTuple):
@@ -105,6 +116,25 @@ def _held_elsewhere(name: str) -> bool:
     return any(map(_locked, locks))
 
 
+def _somebody_else() -> bool:
+    """Whether another run was there at any time since this one looked first."""
+    global _others_seen
+    mark = f"{_RUN_MARK}={os.environ[_RUN_MARK]}".encode()
+    for entry in [] if _others_seen else os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            if not OTHER_RUNS.match(Path(f"/proc/{entry}/cmdline").read_bytes()):
+                continue
+            environ = Path(f"/proc/{entry}/environ").read_bytes()
+        except FileNotFoundError:
+            continue
+        except OSError:  # gone meanwhile, or another user's
+            environ = b""
+        _others_seen = _others_seen or mark not in environ.split(b"\0")
+    return _others_seen
+
+
 def _locked(path: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -143,7 +173,7 @@ def _leaks(before: Snapshot) -> list[str]:
     found += [
         f"shared memory /dev/shm/{name}"
         for name in sorted(_shm() - before.shm)
-        if not _held_elsewhere(name)
+        if not _held_elsewhere(name) and (RUN_TAG in name or not _somebody_else())
     ]
     return found
 
@@ -198,6 +228,7 @@ def _strays() -> list[int]:
 @pytest.fixture(autouse=True, scope="session")
 def no_process_outlives_the_run() -> Iterator[None]:
     """Fails the run when a process that it started still lives after the last test."""
+    _somebody_else()  # who is here now may have left when it matters
     yield
     end = time.monotonic() + GRACE_S
     strays: list[int] = []

@@ -44,7 +44,9 @@ class DaemonProcess:
         directory: str | None = None,
         start: bool = True,
     ) -> None:
-        self.instance = instance or f"t{secrets.token_hex(5)}"
+        # the run's tag, so that leaks are told from other runs' files (conftest.py)
+        tag = os.environ.get("PYTEST_LEAK_MARK", "")[:8]
+        self.instance = instance or f"t{tag}-{secrets.token_hex(5)}"
         self.directory = directory or tempfile.mkdtemp(prefix="kvd-", dir="/tmp")
         self._owns_directory = directory is None
         self.socket = os.path.join(self.directory, "kvd.sock")

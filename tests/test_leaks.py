@@ -10,12 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-LEAKING = '''
+import pytest
+
+LEAKING = """
 import os, subprocess, sys, tempfile, threading, time
 
 import pytest
 
-NAME = "/dev/shm/kvd-leak-{pid}"
+NAME = "/dev/shm/kvd-leak-{pid}-" + os.environ["PYTEST_LEAK_MARK"][:8]
 
 
 def test_thread():
@@ -72,9 +74,9 @@ def test_cycle():
 
 def test_thread_that_ends_in_time():
     threading.Thread(target=time.sleep, args=(0.2,)).start()
-'''
+"""
 
-STRAY = '''
+STRAY = """
 import subprocess, sys
 
 
@@ -82,7 +84,7 @@ def test_grandchild_gets_away():
     inner = "import time; time.sleep(60)"
     code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {inner!r}])"
     subprocess.run([sys.executable, "-c", code], check=True)
-'''
+"""
 
 
 def _pytest(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
@@ -106,8 +108,8 @@ def test_each_kind_of_leak_fails_its_test_and_no_other(tmp_path: Path) -> None:
     try:
         done = _pytest(tmp_path, LEAKING.replace("kvd-leak-{pid}", name))
     finally:
-        Path("/dev/shm", name).unlink(missing_ok=True)
-        shutil.rmtree(f"/dev/shm/{name}.s", ignore_errors=True)
+        for path in Path("/dev/shm").glob(f"{name}-*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     blamed = set(re.findall(r"ERROR at teardown of (\w+)", done.stdout))
     assert blamed == {
         "test_thread",
@@ -118,7 +120,7 @@ def test_each_kind_of_leak_fails_its_test_and_no_other(tmp_path: Path) -> None:
         "test_shared_memory_folder",
     }, done.stdout
     assert "thread 'left-over'" in done.stdout
-    assert f"shared memory /dev/shm/{name}.s" in done.stdout
+    assert re.search(rf"shared memory /dev/shm/{name}-[0-9a-f]{{8}}\.s", done.stdout)
 
 
 def test_an_arena_that_is_held_elsewhere_is_another_runs(tmp_path: Path) -> None:
@@ -137,6 +139,34 @@ def test_an_arena_that_is_held_elsewhere_is_another_runs(tmp_path: Path) -> None
         finally:
             shutil.rmtree(made, ignore_errors=True)
             shutil.rmtree(seen, ignore_errors=True)
+
+
+UNNAMED = """
+import conftest
+
+NAME = "/dev/shm/kvd-0-somebodys-{pid}"
+
+
+def test_it_appears():
+    open(NAME + ".{case}", "w").close()
+    if "{case}" == "alone":
+        conftest._others_seen, conftest.OTHER_RUNS = False, conftest.re.compile(rb"(?!)")
+"""
+
+
+@pytest.mark.parametrize(("case", "blamed"), [("alone", True), ("beside", False)])
+def test_names_of_unknown_origin_are_blamed_only_if_nobody_else_is_there(
+    tmp_path: Path, case: str, blamed: bool
+) -> None:
+    """A daemon of another run that was killed holds no lock any more. Here the other run is the
+    one that this test is part of."""
+    code = UNNAMED.replace("{pid}", str(os.getpid())).replace("{case}", case)
+    try:
+        done = _pytest(tmp_path, code)
+    finally:
+        Path(f"/dev/shm/kvd-0-somebodys-{os.getpid()}.{case}").unlink(missing_ok=True)
+    assert ("ERROR at teardown of test_it_appears" in done.stdout) == blamed, done.stdout
+    assert ("somebodys" in done.stdout) == blamed
 
 
 def test_a_process_that_got_away_fails_the_run(tmp_path: Path) -> None:

@@ -297,7 +297,7 @@ class WorkerSide:
         if not self.counts.total.get("failed_stores"):
             log.warning(
                 "kvd: a chunk has %d bytes, the daemon takes no larger one than %d: lower "
-                "chunk_tokens, or give the daemon a larger arena (--arena-size, --slab-size)",
+                "chunk_tokens, or give the daemon a larger arena (--arena-size, --arena-slab-size)",
                 self._pages.chunk_bytes, self._client.info().limits.chunk_bytes,
             )  # fmt: skip
         self.counts.add("failed_stores")

@@ -8,15 +8,17 @@ used, and never truncates; a client's references are checked before use (bounds)
 from kvd.arena.client import ArenaMap
 from kvd.arena.layout import Geometry, plan
 from kvd.arena.owner import ArenaOwner
-from kvd.arena.preflight import check_room
+from kvd.arena.preflight import MEMORY_KINDS, check_room, file_system_kind
 from kvd.arena.table import Registry, Scan
 
 __all__ = [
+    "MEMORY_KINDS",
     "ArenaMap",
     "ArenaOwner",
     "Geometry",
     "Registry",
     "Scan",
     "check_room",
+    "file_system_kind",
     "plan",
 ]

@@ -46,6 +46,11 @@ SLABS_AT = 4096
 REGISTRY_AT = 64 * 1024
 REGISTRY_BYTES = 1 << 20
 RECORDS_AT = 2 << 20
+HEAD_BYTES = REGISTRY_AT + REGISTRY_BYTES  # superblock, descriptors, registry
+
+# Every slab gets record pages for slots of this size together with its payload; a slab of smaller
+# slots gets the rest before it is assigned. 0.2 % of the arena.
+RESERVED_SLOT = 256 * 1024
 
 # the superblock as u64 words, and which of them change
 SUPER_WORDS = 16
@@ -84,6 +89,13 @@ class Geometry(NamedTuple):
     def table_bytes(self) -> int:
         """Apparent size of the table file; only used pages take memory."""
         return RECORDS_AT + self.records * HEADER_BYTES
+
+    @property
+    def reserved_table_bytes(self) -> int:
+        """What the table takes at least once the whole arena is reserved."""
+        length = max(self.slots(RESERVED_SLOT), 1) * HEADER_BYTES
+        pages = -(-length // PAGE) + (self.records_per_slab * HEADER_BYTES % PAGE != 0)
+        return HEAD_BYTES + min(self.slab_count * pages * PAGE, self.records * HEADER_BYTES)
 
     def slots(self, slot_size: int) -> int:
         """Slots in a slab of that class; 0 if the slot size is not possible here."""

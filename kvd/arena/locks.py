@@ -8,6 +8,7 @@ client, says that a process may still have the arena mapped, even after the daem
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -43,8 +44,9 @@ class OwnerLock:
             if _names(path, fd):
                 break
             os.close(fd)  # its holder removed the file while we opened it
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        # The pid is for error messages only: a file system without room for it refuses nothing.
+        with contextlib.suppress(OSError):
+            os.pwrite(fd, f"{os.getpid():<31}\n".encode(), 0)
         self._fd = fd
 
     def release(self, *, remove: bool = False) -> None:
@@ -112,6 +114,11 @@ class SessionLocks:
             if len(public_id) == PUBLIC_ID_BYTES and name == public_id.hex():
                 ids.append(public_id)
         return [i for i in ids if not self.free(i)]
+
+    def remove_if_empty(self) -> None:
+        """Remove the directory unless a session has a file in it."""
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
 
     def remove(self) -> None:
         """Remove the directory and all its files, held or not."""

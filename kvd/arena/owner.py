@@ -8,7 +8,9 @@ handle of an earlier life passes its check.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 import secrets
 import uuid
@@ -18,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.arena.layout import EPOCH, REGISTRY_AT, RESERVED, Geometry, Superblock, is_table, plan
+from kvd.arena.layout import EPOCH, HEAD_BYTES, RESERVED, Geometry, Superblock, is_table, plan
 from kvd.arena.locks import OwnerLock, SessionLocks, open_owned
 from kvd.arena.mapping import Mapping
 from kvd.arena.os_call import punch_hole
@@ -26,6 +28,8 @@ from kvd.arena.preflight import check_room
 from kvd.arena.table import RecordTable, Registry, Scan
 from kvd.chunk import ChunkHeader
 from kvd.errors import ArenaError
+
+log = logging.getLogger(__name__)
 
 RESERVE_STEP = 256 << 20  # one fallocate: about 60 ms
 _EPOCHS = 1 << 63  # an epoch beyond is not one
@@ -73,6 +77,7 @@ class ArenaOwner:
         self._table.clean = False
         self.view = self._mapping.bytes.data
         self.table: NDArray[np.void] = self._table.records
+        self._short = False  # the last reserve_records failed
         self._closed = False
 
     # -- opening --------------------------------------------------------------------------------
@@ -96,6 +101,7 @@ class ArenaOwner:
             raise ArenaError(f"arena directory {paths.arena.parent} does not exist: make it")
         lock = OwnerLock(paths.lock)
         files: _Files | None = None
+        sessions: SessionLocks | None = None
         try:
             sessions = SessionLocks(paths.sessions)
             files = _adopt(paths, geometry, instance) or _create(
@@ -106,12 +112,16 @@ class ArenaOwner:
             if files is not None:
                 os.close(files.arena)
                 os.close(files.table)
-            lock.release()
+            # What a refused start leaves is what it found.
+            bare = not (paths.arena.exists() or paths.table.exists())
+            if bare and sessions is not None:
+                sessions.remove_if_empty()
+            lock.release(remove=bare)
             raise
         try:
             owner.reserve_step()
         except BaseException:
-            owner.close()
+            owner._end(remove=not owner.adopted)
             raise
         return owner
 
@@ -169,6 +179,19 @@ class ArenaOwner:
         self._mapping.populate(offset, length, write=False)
 
     # -- records --------------------------------------------------------------------------------
+
+    def reserve_records(self, slab: int, slot_size: int) -> bool:
+        """Take memory for the records of a slab's slots before it is cut into them; False, and
+        nothing has changed, when there is none. It stays reserved from then on."""
+        try:
+            self._table.reserve(slab, self._super.geometry.slots(slot_size))
+        except ArenaError as error:
+            if not self._short:
+                log.warning("%s", error)
+            self._short = True
+            return False
+        self._short = False
+        return True
 
     def assign_slab(self, slab: int, slot_size: int) -> None:
         """Give an empty slab a slot size (0: none); its records are cleared. ArenaError if the
@@ -294,11 +317,16 @@ def _adopt(paths: _Paths, geometry: Geometry, instance: str) -> _Files | None:
     have = os.fstat(arena).st_blocks * 512
     if _word(table, RESERVED) > min(have, geometry.size):  # not true: reserve all of it anew
         os.pwrite(table, bytes(8), 8 * RESERVED)
+    need = max(geometry.size - have, 0)
+    if need:
+        need += max(geometry.reserved_table_bytes - os.fstat(table).st_blocks * 512, 0)
     try:
-        check_room(paths.arena.parent, max(geometry.size - have, 0))
+        check_room(paths.arena.parent, need)
     except ArenaError:
         _close(arena, table)
         raise
+    with contextlib.suppress(OSError):  # an arena is adopted also where its registry has no room
+        os.posix_fallocate(table, 0, HEAD_BYTES)
     return _Files(arena, table, block, True)
 
 
@@ -313,7 +341,8 @@ def _create(paths: _Paths, geometry: Geometry, instance: str, now_unix_ns: int) 
             except FileNotFoundError:
                 old.append(-1)
         reclaim = sum(os.fstat(fd).st_blocks * 512 for fd in old if fd >= 0)
-        check_room(paths.arena.parent, geometry.size, reclaim)
+        need = geometry.size + geometry.reserved_table_bytes
+        check_room(paths.arena.parent, need, reclaim)
         if old[1] >= 0 and is_table(os.pread(old[1], 8, 0)):
             floor = _word(old[1], EPOCH)
         _discard(paths, *old)
@@ -325,7 +354,7 @@ def _create(paths: _Paths, geometry: Geometry, instance: str, now_unix_ns: int) 
         os.ftruncate(arena, geometry.size)
         table = open_owned(paths.table, os.O_CREAT | os.O_EXCL)
         os.ftruncate(table, geometry.table_bytes)  # sparse: takes no memory yet
-        os.posix_fallocate(table, 0, REGISTRY_AT)
+        os.posix_fallocate(table, 0, HEAD_BYTES)
         block = Superblock(
             secrets.token_bytes(16),
             geometry,
@@ -340,20 +369,23 @@ def _create(paths: _Paths, geometry: Geometry, instance: str, now_unix_ns: int) 
         os.pwrite(table, raw[:64], 0)
         os.pwrite(table, raw[128:], 128)
         return _Files(arena, table, block, False)
-    except OSError as error:
+    except BaseException as error:
+        _discard(paths, arena, table)
         _close(arena, table)
-        raise ArenaError(_no_memory(paths.arena, geometry, 0, error)) from error
-    except BaseException:
-        _close(arena, table)
+        if isinstance(error, OSError):
+            raise ArenaError(_no_memory(paths.arena, geometry, 0, error)) from error
         raise
 
 
 def _discard(paths: _Paths, arena: int, table: int) -> None:
-    """Give the memory of both files back and remove their names. Those who still have them mapped
-    find epoch 0 and generation 0 from now on, so nothing they read there counts."""
-    for fd in (table, arena):
-        if fd >= 0:
-            punch_hole(fd, 0, os.fstat(fd).st_size)
+    """Give the memory of the arena back and remove both names. Those who still have them mapped
+    find epoch 0 from now on, so nothing they read there counts. The table's pages go with its
+    last mapping: who looked at a hole in it would need memory that there may not be."""
+    if table >= 0 and os.fstat(table).st_size >= 8 * (EPOCH + 1):
+        with contextlib.suppress(OSError):
+            os.pwrite(table, bytes(8), 8 * EPOCH)
+    if arena >= 0:
+        punch_hole(arena, 0, os.fstat(arena).st_size)
     paths.table.unlink(missing_ok=True)
     paths.arena.unlink(missing_ok=True)
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from kvd.errors import ArenaError
 
+MEMORY_KINDS = frozenset({"tmpfs", "hugetlbfs", "ramfs", "devtmpfs", ""})
+
 
 class Room(NamedTuple):
     """What one limit leaves."""
@@ -47,6 +49,33 @@ def file_system_room(directory: Path) -> Room:
         info.f_blocks * info.f_frsize,
         "enlarge it (mount -o remount,size=..., docker run --shm-size=...)",
     )
+
+
+def file_system_kind(directory: str | Path) -> str:
+    """The kind of file system that holds the directory, as in mountinfo (tmpfs, ext4); "" if that
+    can't be told."""
+    number = os.stat(directory).st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in reversed(lines):  # the mount on top of others is the last
+        mount, _, kind = line.partition(" - ")
+        if mount.split()[2] == device:
+            return kind.split()[0]
+    return _kind_by_path(Path(directory).resolve(), lines)
+
+
+def _kind_by_path(directory: Path, lines: list[str]) -> str:
+    """Some file systems (btrfs, overlayfs) show other device numbers: the deepest mount holds."""
+    best = (-1, "")
+    for line in lines:
+        mount, _, kind = line.partition(" - ")
+        point = Path(mount.split()[4].replace("\\040", " "))
+        if directory.is_relative_to(point) and len(point.parts) >= best[0]:
+            best = (len(point.parts), kind.split()[0])
+    return best[1]
 
 
 def cgroup_rooms(root: Path = Path("/")) -> list[Room]:

@@ -3,7 +3,8 @@
 The law of this module: a record is whole or absent, also after SIGKILL at any instruction (the
 redo record, see layout.py); its generation is stored first, as one aligned 8-byte store, so that a
 reader that compares it after its last byte can't miss a change; no write to the table can meet a
-page that the file system has no memory for, because pages are reserved when a slab is assigned.
+page that the file system has no memory for, because pages are reserved before a slab is assigned,
+and stay: nor can a reader.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvd.arena.layout import (
     REGISTRY_AT,
     REGISTRY_BYTES,
     RESERVED,
+    RESERVED_SLOT,
     SLABS_AT,
     SUPER_WORDS,
     Geometry,
@@ -35,7 +37,6 @@ from kvd.arena.layout import (
     unpack_descriptor,
 )
 from kvd.arena.mapping import Mapping
-from kvd.arena.os_call import punch_hole
 from kvd.chunk import (
     HEADER_BYTES,
     IDENTITY_DTYPE,
@@ -45,10 +46,6 @@ from kvd.chunk import (
     verify_table,
 )
 from kvd.errors import ArenaError
-
-# Every slab gets record pages for slots of this size together with its payload; a slab of smaller
-# slots gets the rest when it is assigned. 0.2 % of the arena.
-RESERVED_SLOT = 256 * 1024
 
 _BATCH = 16384  # records read at a time in a scan: 8 MiB
 _AT: dict[str, int] = {name: place[1] for name, place in (RECORD_DTYPE.fields or {}).items()}
@@ -225,11 +222,13 @@ class RecordTable:
                 f"slot size {slot_size} is not possible: it must be a multiple of 4096 and at "
                 f"most {geometry.slab_size}, the slab size"
             )
+        before = self._slots[slab] * HEADER_BYTES
         # If we are killed from here on, the next owner finds nothing half cleared.
         self._slabs[slab] = self._sizes[slab] = self._slots[slab] = 0
         begin, kept = self.reserve(slab, slots)
-        self._mapping.bytes[begin : begin + kept] = 0  # not punched: pages might not come back
-        punch_hole(self._fd, begin + kept, geometry.records_per_slab * HEADER_BYTES - kept)
+        # Pages of a class of smaller slots stay: a client may look at one of its old records at
+        # any time, and a look at a hole takes memory, which is SIGBUS when there is none.
+        self._mapping.bytes[begin : begin + max(kept, before)] = 0
         self._slabs[slab] = pack_descriptor(slab, slot_size)
         self._sizes[slab] = slot_size
         self._slots[slab] = slots

@@ -23,7 +23,7 @@ class Outcome(IntEnum):
     TOO_LARGE = 7  # larger than the largest slot, told at hello
     OVER_QUOTA = 8  # a cap on the session's unfinished writes or leases, or the tenant's limit
     EVICTED = 9  # commit: an evict named the chunk while it was being written
-    EXPIRED = 10  # commit: the write's deadline had passed; the slot is condemned
+    EXPIRED = 10  # commit: the write's deadline had passed; the slot is free again
     LEASED = 11  # evict: skipped, somebody holds it
     MISMATCH = 12  # same hash but another fingerprint, parent or length: counted, refused
     CORRUPT = 13  # the payload's digest does not hold; the chunk is quarantined

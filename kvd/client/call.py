@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING
 
 from kvd.client.durations import deadline_ns
 from kvd.errors import KvdError
-from kvd.wire.messages import OP_OF, Reply, Request, decode_error, decode_reply, encode_request
+from kvd.wire.messages import (
+    OP_OF,
+    Abort,
+    Bye,
+    Cancel,
+    Release,
+    Reply,
+    Request,
+    decode_error,
+    decode_reply,
+    encode_request,
+)
 from kvd.wire.ops import FrameFlag
 
 if TYPE_CHECKING:
@@ -21,6 +32,9 @@ if TYPE_CHECKING:
 
 
 _ERROR = int(FrameFlag.ERROR)
+
+# What a client gives back. It is carried out whenever the daemon reads it, so it has no deadline.
+GIVE_BACKS = (Abort, Release, Cancel, Bye)
 
 
 class Call:
@@ -36,6 +50,7 @@ class Call:
         "error",
         "flags",
         "frames",
+        "gives_back",
         "internal",
         "link",
         "message",
@@ -73,6 +88,7 @@ class Call:
         self.serial = serial  # the session that its handles belong to; None: any
         self.tracked = tracked  # poll() returns it when it is done
         self.internal = internal  # nobody waits for it
+        self.gives_back = isinstance(message, GIVE_BACKS)
         self.link: Link | None = None  # that answered
         self.request = 0  # id within the session in which it was sent last; 0: not sent
         self.tries = 0  # sessions in which it was sent

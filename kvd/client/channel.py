@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from kvd.client.call import Call
+from kvd.client.call import GIVE_BACKS, Call
 from kvd.client.link import Link, Lost, Phase
 from kvd.client.settings import BACKOFF_S, RESEND_S, Counters, Settings
 from kvd.client.waiters import NEVER_NS, Waiters
@@ -29,7 +29,7 @@ from kvd.wire.messages import Reply, Request, decode_error, decode_reply
 # Requests that name a lease, write or transfer: these die with their session.
 HANDLE_REQUESTS = (m.Commit, m.Abort, m.Load, m.Wait, m.Cancel, m.Renew, m.Release)
 
-_GIVE_BACK_S = 5.0
+_REGISTER_S = 5.0
 _COMPACT = 1024  # calls that are done may stay in the heap of deadlines
 _ERROR = int(FrameFlag.ERROR)
 _RELINK_CODES = (ErrorCode.UNKNOWN_SESSION, ErrorCode.STALE_EPOCH)
@@ -114,6 +114,18 @@ class Channel(Waiters):
             if call.error is None and not call.flags & _ERROR:
                 self._give_back(link, call.message, call.raw, call.newer)
                 self._pump(time.monotonic_ns())
+
+    def forget(self, message: Request, serial: int | None) -> None:
+        """Give back a handle of the link `serial` (None: of whichever there is) without waiting:
+        said until it is heard, or the session is over and the handle with it."""
+        with self.lock:
+            self.check()
+            link = self._link
+            if link is None or serial not in (None, link.serial):
+                return
+            now = time.monotonic_ns()
+            self._internal(message, link.serial, now)
+            self._pump(now)
 
     @property
     def counters(self) -> Counters:
@@ -322,6 +334,9 @@ class Channel(Waiters):
             else:
                 again.append(call)
         link.pending.clear()
+        for call in [c for c in self._queue if c.internal]:  # they speak of this session only
+            self._queue.remove(call)
+            self._finish(call, _stale())
         self._queue.extendleft(reversed(again))
 
     def _watch_link(self) -> None:
@@ -365,13 +380,15 @@ class Channel(Waiters):
     def _internal(
         self, message: Request, serial: int | None, now: int, *, first: bool = False
     ) -> None:
-        deadline_ns = now + int(_GIVE_BACK_S * 1e9)
+        ends = not isinstance(message, GIVE_BACKS)
+        deadline_ns = now + int(_REGISTER_S * 1e9) if ends else NEVER_NS
         call = Call(self, message, (), deadline_ns, serial, internal=True)
         if first:
             self._queue.appendleft(call)
         else:
             self._queue.append(call)
-        self._limit(call)
+        if ends:
+            self._limit(call)
 
     def _answer(self, link: Link, frame: Frame, payload: list[bytes]) -> None:
         call = link.pending.pop(frame.request, None)
@@ -437,7 +454,10 @@ class Channel(Waiters):
         if link is not None and link.pending.get(call.request) is call:
             del link.pending[call.request]
             link.abandoned[call.request] = call.message
+        unsaid = call.gives_back and not call.request and not call.done
         self._finish(call, error)
+        if unsaid and link is not None and call.serial in (None, link.serial):
+            self._internal(call.message, link.serial, time.monotonic_ns())
 
     def _limit(self, call: Call) -> None:
         """See to it that `call` ends at its deadline."""

@@ -142,7 +142,7 @@ class Client(Storing, Loading, Looking):
         self.close()
 
     def __del__(self) -> None:
-        if sys.is_finalizing():  # half of the modules are gone; the kernel closes everything
+        if sys.is_finalizing():  # closed before that, see kvd.client.fork
             return
         channel = getattr(self, "_channel", None)
         if channel is not None and fork.is_ours(channel):

@@ -38,7 +38,7 @@ def span_ns(seconds: float, what: str) -> int:
     raise _refused(LimitExceeded, what, seconds, LEASE_MAX_S, "ask for less, and renew")
 
 
-def check_timeout(timeout_s: float) -> float:
+def check_timeout(timeout_s: float, what: str = "timeout_s") -> float:
     """A client's deadline for calls that name none. ConfigError if it is not from 0 to
     TIMEOUT_MAX_S."""
     try:
@@ -46,7 +46,7 @@ def check_timeout(timeout_s: float) -> float:
             return float(timeout_s)
     except (TypeError, ValueError):
         pass
-    raise _refused(ConfigError, "timeout_s", timeout_s, TIMEOUT_MAX_S, "name a deadline a call")
+    raise _refused(ConfigError, what, timeout_s, TIMEOUT_MAX_S, "name a deadline a call")
 
 
 def _refused(kind: type[KvdError], what: str, value: object, most_s: int, way_out: str) -> KvdError:

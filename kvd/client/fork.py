@@ -8,6 +8,7 @@ one in the middle of a change.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
@@ -57,9 +58,19 @@ def _free_guard() -> None:
         _guard.release()
 
 
+def _at_exit() -> None:
+    """Clients that nobody closed end before the interpreter takes their modules apart."""
+    for channel in list(_channels):
+        if is_ours(channel):
+            channel.close()
+
+
 os.register_at_fork(
     before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child
 )
+
+
+atexit.register(_at_exit)
 
 
 def is_ours(channel: Channel) -> bool:

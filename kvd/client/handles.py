@@ -66,7 +66,7 @@ class Handle:
     def _forget(self, message: m.Request) -> None:
         """Send without waiting; if there is no session any more, it has ended there as well."""
         try:
-            self._submit(message)
+            self._channel.forget(message, self._link.serial)
         except (ClientClosed, Forked):
             return
 

@@ -326,7 +326,9 @@ class Link:
     def send(self, call: Call, now_ns: int) -> bool:
         """Send `call`, for the first time in this link or again. False: not now."""
         request = call.request or self._next
-        if self.settings.endpoint is None:
+        if call.gives_back:  # holds whenever it is heard
+            flags, deadline = 0, 0
+        elif self.settings.endpoint is None:
             flags, deadline = 0, call.deadline_ns + self.offset_ns
         else:
             flags = int(FrameFlag.RELATIVE)

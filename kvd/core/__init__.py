@@ -4,6 +4,6 @@ The law of this package: it is pure. No I/O, no clock, no threads, no sockets.
 """
 
 from kvd.core.config import CoreConfig, TierConfig, WritePolicy
-from kvd.core.core import Core
+from kvd.core.core import Core, CoreFault
 
-__all__ = ["Core", "CoreConfig", "TierConfig", "WritePolicy"]
+__all__ = ["Core", "CoreConfig", "CoreFault", "TierConfig", "WritePolicy"]

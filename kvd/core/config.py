@@ -62,7 +62,7 @@ class CoreConfig:
     seals_in_flight: int = 64
     verifies_in_flight: int = 16
     copies_in_flight: int = 4
-    horizon_slack_ns: int = 30 * SECOND_NS  # the lease horizon is moved in steps of this
+    horizon_step_ns: int = SECOND_NS  # the lease horizon is moved in steps of this
     tiers: tuple[TierConfig, ...] = ()  # below DRAM, the next one first
     high: float = 0.97  # of a class's slots: beyond this, chunks are demoted
     low: float = 0.95  # down to here

@@ -38,6 +38,7 @@ from kvd.core.writes import Write, Writes
 from kvd.errors import (
     AuthError,
     BadKey,
+    ErrorCode,
     InternalError,
     KvdError,
     LimitExceeded,
@@ -51,6 +52,16 @@ _LEASE, _LOAD = int(ev.LookupFlag.LEASE), int(ev.LookupFlag.LOAD)
 _RESERVE_MISSES = int(ev.LookupFlag.RESERVE_MISSES)
 _EXPIRE_SLICE = 64  # things that fall due looked at in one event
 _TOUCH_LIMIT = 64  # deferred uses beyond which an event applies some itself
+
+
+class CoreFault(Exception):
+    """An event met a fault of the core. `actions`: what was done until then has to be carried out
+    nevertheless, or the records in shared memory are no longer what the core goes by; the answer
+    to a request is among them."""
+
+    def __init__(self, event: object, actions: list[ac.Action]) -> None:
+        super().__init__(f"fault of the core in {type(event).__name__}")
+        self.actions = actions
 
 
 class Core:
@@ -114,26 +125,37 @@ class Core:
     # -- the way in -----------------------------------------------------------------------------
 
     def handle(self, event: Any, now: int) -> list[ac.Action]:
-        """Take one event; what has to be done, in this order. `now`: ns, monotonic."""
+        """Take one event; what has to be done, in this order. `now`: ns, monotonic. CoreFault,
+        with what has to be done all the same, if an event meets a fault of the core."""
         store = self._begin(now)
-        self._expire()
         try:
-            self._handlers[type(event)](event)
-        except KvdError as error:
-            self._refuse(event, error)
-        if len(store.touches) > _TOUCH_LIMIT:
-            store.apply_touches(TOUCH_SLICE)
-        if store.layered:
-            self._demotions.pump()
-            self._fetches.pump()
-            self._fetches.sweep()
-            self._scrubs.pump()
-        self._seals.pump()
+            self._expire()
+            try:
+                self._handlers[type(event)](event)
+            except KvdError as error:
+                self._refuse(event, error)
+            if len(store.touches) > _TOUCH_LIMIT:
+                store.apply_touches(TOUCH_SLICE)
+            if store.layered:
+                self._demotions.pump()
+                self._fetches.pump()
+                self._fetches.sweep()
+                self._scrubs.pump()
+            self._seals.pump()
+        except Exception as error:
+            if hasattr(event, "request"):
+                self._give_up(event, error)
+            raise CoreFault(event, store.out) from error
         return store.out
 
     def grow(self, reserved: int) -> None:
         """The arena's memory is there up to `reserved` bytes."""
         self._store.slabs.grow(reserved)
+
+    def ask_room(self, room: Callable[[int, int], bool]) -> None:
+        """`room(slab, slot_size)`: take memory for the slab's records before it is cut into such
+        slots; False if there is none. Not asked: there always is."""
+        self._store.slabs.room = room
 
     def adopt(
         self,
@@ -154,7 +176,7 @@ class Core:
         self._adoption.run(
             slot_sizes, records, numbers, namespaces, specs, locked, lease_horizon, suspects
         )
-        self._leases.horizon = lease_horizon
+        self._leases.adopt(lease_horizon)
         self._seals.pump()
         return store.out
 
@@ -258,6 +280,8 @@ class Core:
                 self._scrubs.due(due.number)
             elif due.kind == "room":
                 self._jobs.wake(Pause.DEMOTION)
+            elif due.kind == "horizon":
+                self._leases.lower_horizon()
             else:
                 self._adoption.end_hold()
 
@@ -370,6 +394,7 @@ class Core:
                 session.stopped = True
         self._jobs.start(self._writes.lock_freed(event.public_id))
         self._adoption.lock_freed(event.public_id)
+        self._leases.lower_horizon()
 
     def _refuse(self, event: Any, error: KvdError) -> None:
         if not hasattr(event, "request"):
@@ -379,6 +404,14 @@ class Core:
             self._store.counters.own[key] += 1
         self._store.out.append(ac.Fail(event.session, event.request, error.code, str(error)))
 
+    def _give_up(self, event: Any, error: Exception) -> None:
+        """Answer a request that met a fault, unless it was answered before."""
+        told = (a for a in self._store.out if isinstance(a, ac.Reply | ac.Fail))
+        if not any(a.request is event.request for a in told):
+            message = f"unexpected {type(error).__name__} in the daemon"
+            failed = ac.Fail(event.session, event.request, ErrorCode.INTERNAL, message)
+            self._store.out.append(failed)
+
     def _reply(self, event: Any, result: ac.Result) -> None:
         self._store.out.append(ac.Reply(event.session, event.request, result))
 
@@ -386,7 +419,14 @@ class Core:
         """Carry out work in slices and reply with its result."""
 
         def job() -> Work[None]:
-            result = yield from work
+            try:
+                result = yield from work
+            except KvdError as error:
+                self._refuse(event, error)
+                return
+            except Exception as error:  # it may be a Tick that met it, which nobody waits for
+                self._give_up(event, error)
+                raise
             if self._store.sessions.get(event.session) is not None:
                 self._reply(event, result)
 

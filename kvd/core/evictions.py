@@ -46,7 +46,7 @@ class Evictions:
 
     def __init__(self, store: Store, jobs: Jobs) -> None:
         self._store = store
-        self.reclass = Reclass(store, jobs, self.legal, self.assign)
+        self.reclass = Reclass(store, jobs, self.legal, self.room, self.assign)
         self._hand = 0  # of the scan
         # the next to go under a hole, so that a long chain is not walked down for each: by queue
         self._under: dict[int, tuple[int, bytes, int, bytes]] = {}
@@ -63,11 +63,7 @@ class Evictions:
             record = slabs.take(size)
             if record >= 0:
                 return record
-            slab = slabs.blank()
-            if slab < 0:
-                slab = slabs.empty(but=size)
-            if slab >= 0:
-                self.assign(slab, size)
+            if self._take_slab(size):
                 continue
             store.apply_touches(TOUCH_SLICE)
             store.sweep(_SWEEP)  # who has only husks below is a leaf
@@ -98,6 +94,21 @@ class Evictions:
                 search = Search()
             elif waits >= _WAITS or not self.reclass.start(size, must=True):
                 return -1
+
+    def _take_slab(self, size: int) -> bool:
+        """Give the class a slab with nothing in it, if there is one that can be."""
+        for slab in (self._store.slabs.blank(), self._store.slabs.empty(but=size)):
+            if slab >= 0 and self.room(slab, size):
+                self.assign(slab, size)
+                return True
+        return False
+
+    def room(self, slab: int, size: int) -> bool:
+        """Whether the slab's records have memory for slots of a size."""
+        if self._store.slabs.room(slab, size):
+            return True
+        self._store.counters.own["slabs_refused", ""] += 1
+        return False
 
     def assign(self, slab: int, size: int) -> None:
         """Give an empty slab to a class."""

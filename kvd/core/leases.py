@@ -68,7 +68,12 @@ class Leases:
         self.ended: Callable[[Lease], None] = lambda lease: None  # told before a lease ends
         self.kept: Callable[[int], None] = lambda row: None  # a transient chunk was hit again
         self.second: Callable[[int], None] = lambda row: None  # a chunk was hit twice
+        # What the superblock says: no lease of this life ends later. It stands in steps, so that
+        # it is not written for each lease, and `_steps` counts the leases that end in each.
         self.horizon = 0
+        self._steps: dict[int, int] = {}
+        self._earlier = 0  # the horizon of the life before, while its readers may be there
+        self._lowering = False  # a timer is set
 
     # -- lookup ---------------------------------------------------------------------------------
 
@@ -393,13 +398,56 @@ class Leases:
     def _set_expiry(self, lease: Lease, lease_ns: int) -> None:
         store, config = self._store, self._store.config
         length = min(lease_ns or config.lease_default_ns, config.lease_max_ns)
-        if lease.expiry:
-            store.timers.remove(lease.expiry, "lease", lease.number)
-        lease.expiry = store.now + length
+        before, lease.expiry = lease.expiry, store.now + length
         store.timers.add(lease.expiry, "lease", lease.number)
+        step = -(-lease.expiry // config.horizon_step_ns)
+        self._steps[step] = self._steps.get(step, 0) + 1
         if lease.expiry > self.horizon:
-            self.horizon = lease.expiry + config.horizon_slack_ns
-            store.out.append(LeaseHorizon(self.horizon))
+            self._move_horizon(step * config.horizon_step_ns)
+        if before and before != lease.expiry:
+            store.timers.remove(before, "lease", lease.number)
+        if before:
+            self._uncount(before)
+
+    # -- the horizon ----------------------------------------------------------------------------
+
+    def adopt(self, horizon: int) -> None:
+        """The horizon of an earlier life stands as long as its readers may be there."""
+        self.horizon = self._earlier = horizon
+        self.lower_horizon()
+
+    def _uncount(self, expiry: int) -> None:
+        """A lease no longer ends then. A horizon that is far off is lowered at once; a near one,
+        which the next lease would raise again, in a while."""
+        store, config = self._store, self._store.config
+        step = -(-expiry // config.horizon_step_ns)
+        left = self._steps[step] - 1
+        if left:
+            self._steps[step] = left
+            return
+        del self._steps[step]
+        if step * config.horizon_step_ns < self.horizon:
+            return
+        if self.horizon > store.now + config.lease_default_ns + 2 * config.horizon_step_ns:
+            self.lower_horizon()
+        elif not self._lowering and self.horizon > store.now + config.horizon_step_ns:
+            self._lowering = True
+            store.timers.add(store.now + config.horizon_step_ns, "horizon", 0)
+
+    def lower_horizon(self) -> None:
+        """No later than the latest lease that there is."""
+        self._lowering = False
+        until = max(self._steps, default=0) * self._store.config.horizon_step_ns
+        if self._store.hold:
+            until = max(until, self._earlier)
+        if until < self.horizon:
+            self._move_horizon(until)
+
+    def _move_horizon(self, until: int) -> None:
+        self.horizon = until
+        self._store.out.append(LeaseHorizon(until))
+
+    # -- use ------------------------------------------------------------------------------------
 
     def find(self, session: Session, number: int) -> Lease | None:
         """A lease that this session may use now."""
@@ -423,6 +471,7 @@ class Leases:
         session = lease.session
         session.leases.pop(lease.number, None)
         store.timers.remove(lease.expiry, "lease", lease.number)
+        self._uncount(lease.expiry)
         once = self._once(lease.rows)
         left = chunks.np_leases[once] - 1
         chunks.np_leases[once] = left

@@ -16,6 +16,7 @@ import numpy as np
 from kvd.chunk import State
 from kvd.core import columns as col
 from kvd.core.actions import Copy
+from kvd.core.columns import NONE
 from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.slabs import DETACHED, NOBODY
 from kvd.core.store import Store
@@ -37,18 +38,21 @@ class Move(NamedTuple):
 
 
 class Reclass:
-    """`legal(row)`: whether a chunk may be evicted; `assign(slab, size)`: give it a class."""
+    """`legal(row)`: whether a chunk may be evicted; `room(slab, size)`: whether the slab can have
+    that class; `assign(slab, size)`: give it."""
 
     def __init__(
         self,
         store: Store,
         jobs: Jobs,
         legal: Callable[[int], bool],
+        room: Callable[[int, int], bool],
         assign: Callable[[int, int], None],
     ) -> None:
         self._store = store
         self._jobs = jobs
         self._legal = legal
+        self._room = room
         self._assign = assign
         self._active: dict[int, int] = {}  # asking class -> slab that is being emptied
         self._evicted: dict[int, int] = {}  # asking class -> own evictions since the last look
@@ -91,6 +95,8 @@ class Reclass:
                 return False
             slab, limit = best
             tried.add(slab)
+            if not self._room(slab, size):
+                continue
             self._jobs.start(self._empty(slab, size, limit))
             if size in self._active or store.slabs.slot_sizes[slab] == size:
                 self._evicted.pop(size, None)
@@ -185,17 +191,20 @@ class Reclass:
         store, slabs = self._store, self._store.slabs
         self._active[size] = slab
         slabs.drain(slab)
-        done = yield from self._clear(slab, limit)
-        while self._leaving.get(slab):
-            yield Pause.COPY
-        done = done and not slabs.taken[slab]
-        del self._active[size]
-        if done:
-            self._assign(slab, size)
-        else:
-            slabs.undrain(slab)
-        store.counters.own["slab_changes", "done" if done else "given_up"] += 1
-        self._jobs.wake(Pause.ROOM)
+        done = False
+        try:
+            cleared = yield from self._clear(slab, limit)
+            while self._leaving.get(slab):
+                yield Pause.COPY
+            done = cleared and not slabs.taken[slab]
+        finally:  # come what may, the slab is somebody's, and who waits for it goes on
+            del self._active[size]
+            if done:
+                self._assign(slab, size)
+            else:
+                slabs.undrain(slab)
+            store.counters.own["slab_changes", "done" if done else "given_up"] += 1
+            self._jobs.wake(Pause.ROOM)
 
     def _clear(self, slab: int, limit: float) -> Work[bool]:
         """Evict or move all that is in the slab, leaves first; False if something can't leave."""
@@ -243,26 +252,31 @@ class Reclass:
         store, cells = self._store, self._store.cells
         if cells.marks[cell] & col.MOVING:
             return True
-        source = cells.record[cell]
+        row, source = cells.chunk[cell], cells.record[cell]
+        space = store.spaces.of(store.chunks.space[row])
+        nbytes = space.nbytes[cell - store.chunks.cell[row]]
         size = store.slabs.slot_sizes[slab]
         target = store.slabs.take(size)
-        if target < 0 and self._make_place(cells.chunk[cell], slab, size):
-            target = store.slabs.take(size)
+        if target < 0:
+            other = self._colder(row, slab, size)
+            if other != NONE:
+                store.drop(other, "slab", evicted=True)
+                if store.slabs.cell_of(source) != cell:
+                    return True  # it went with the other
+                target = store.slabs.take(size)
         if target < 0:
             return False
         copy = store.handle()
         self._moves[copy] = Move(cell, cells.generation[cell], source, target, slab)
         self._leaving[slab] = self._leaving.get(slab, 0) + 1
         cells.marks[cell] |= col.MOVING
-        row = cells.chunk[cell]
-        space = store.spaces.of(store.chunks.space[row])
-        nbytes = space.nbytes[cell - store.chunks.cell[row]]
         offset = store.slabs.offset
         store.out.append(Copy(copy, offset(source), offset(target), nbytes))
         return True
 
-    def _make_place(self, row: int, slab: int, size: int) -> bool:
-        """Evict something of the class that is not worth more from another slab."""
+    def _colder(self, row: int, slab: int, size: int) -> int:
+        """Another chunk of the class that is not worth more and would make place in another slab,
+        or NONE. Never the chunk itself: with a shard elsewhere it would look like one."""
         store = self._store
         value = self._value(row)
         try:
@@ -272,12 +286,11 @@ class Reclass:
                 for n, other in enumerate(store.policy.victims(queue, store.now)):
                     if n >= _DEPTH or store.policy.value(other, store.now) > value:
                         break
-                    if self._legal(other) and self._elsewhere(other, slab, size):
-                        store.drop(other, "slab", evicted=True)
-                        return True
+                    if other != row and self._legal(other) and self._elsewhere(other, slab, size):
+                        return other
         except Exception:  # noqa: BLE001 - counted; then there is no place
             store.counters.own["policy_errors", ""] += 1
-        return False
+        return NONE
 
     def _elsewhere(self, row: int, slab: int, size: int) -> bool:
         """Whether the chunk has a slot of the class that would be free for others."""

@@ -86,40 +86,49 @@ class Reserves:
         write = Write(store.handle(), session, space, deadline)
         ended = self._refusal(space, ask)
         pinned: list[int] = []
-        parent = self._parent(ask, pinned) if ended is None else NONE
-        for i, key in enumerate(ask.keys):
-            if ended is None and parent is None:
-                ended = Outcome.NO_SPACE
-            if ended is not None:
-                outcomes += bytes([ended]) * width
-                write.items += [None] * width
-                continue
-            assert parent is not None
-            row = self._row(ask, i, key, parent)
-            if row == NONE:
-                ended = Outcome.NO_SPACE
-                outcomes += bytes([ended]) * width
-                write.items += [None] * width
-                continue
-            if row < 0:
-                outcomes += bytes([Outcome.MISMATCH]) * width
-                write.items += [None] * width
-                counts["key_mismatches", "reserve"] += 1
-                parent = self._known(space, key, parent)
-                continue
-            store.pin(row)
-            pinned.append(row)
-            results = yield from self._shards(write, ask, row, refs)
-            outcomes += results
-            for end in _ENDS:
-                if end in results:
-                    ended = end
-            if space.chained:
-                parent = row
-            if session.closed:
-                break
-            if spent(store):
-                yield Pause.SLICE
+        try:
+            parent = self._parent(ask, pinned) if ended is None else NONE
+            for i, key in enumerate(ask.keys):
+                if ended is None and parent is None:
+                    ended = Outcome.NO_SPACE
+                if ended is not None:
+                    outcomes += bytes([ended]) * width
+                    write.items += [None] * width
+                    continue
+                assert parent is not None
+                row = self._row(ask, i, key, parent)
+                if row == NONE:
+                    ended = Outcome.NO_SPACE
+                    outcomes += bytes([ended]) * width
+                    write.items += [None] * width
+                    continue
+                if row < 0:
+                    outcomes += bytes([Outcome.MISMATCH]) * width
+                    write.items += [None] * width
+                    counts["key_mismatches", "reserve"] += 1
+                    parent = self._known(space, key, parent)
+                    continue
+                store.pin(row)
+                pinned.append(row)
+                results = yield from self._shards(write, ask, row, refs)
+                outcomes += results
+                for end in _ENDS:
+                    if end in results:
+                        ended = end
+                if space.chained:
+                    parent = row
+                if session.closed:
+                    break
+                if spent(store):
+                    yield Pause.SLICE
+        except Exception:  # a fault: nobody will be told what was granted
+            try:
+                for place in range(len(write.items)):
+                    self._writes.take_back(write, place)
+            finally:
+                for row in pinned:
+                    store.unpin(row)
+            raise
         there = [row for row in pinned if store.chunks.ready[row]]
         if there:  # who would store it again has used it
             store.touch(np.array(there[-1:], np.int64))

@@ -8,6 +8,7 @@ it changes class only when nothing in it is taken.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from heapq import heappop, heappush
 
 import numpy as np
@@ -26,6 +27,8 @@ class Slabs:
         self.size = config.slab_size
         self.count = config.slab_count
         self.records = config.records_per_slab
+        # Whether a slab's records have memory for slots of a size: asked before it is cut so.
+        self.room: Callable[[int, int], bool] = lambda slab, size: True
         self.open = 0  # slabs whose memory is reserved: those below
         self.slot_sizes = [0] * self.count  # 0: no class yet
         self.np_slot_size = np.zeros(max(self.count, 1), np.int64)

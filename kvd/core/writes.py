@@ -2,7 +2,8 @@
 
 The law of this module: a slot that a client was granted is not given to anybody else until that
 client committed it, gave it back, or can't be copying any more. An unfinished write whose time is
-over is *condemned*: it is never readable, its key is free for others, and its slot waits.
+over is *condemned*: it is never readable, its key is free for others, and its slot waits. A commit
+is the writer's word that it has stopped, also one that comes too late.
 """
 
 from __future__ import annotations
@@ -163,10 +164,12 @@ class Writes:
                     last = self._finish(write, item, digest)
                     outcome = Outcome.OK
             if item is not None and outcome is Outcome.FAILED:
+                # too late, but by its commit the writer says that it has stopped
                 if item.phase is Phase.CONDEMNED:
+                    self._reclaim(write.session.public_id, item.record, "committed")
                     outcome = Outcome.EXPIRED
                 elif item.phase is Phase.EVICTED:
-                    self._give_back(write, item)  # the writer has stopped: it says so by this
+                    self._give_back(write, item)
                     outcome = Outcome.EVICTED
             outcomes.append(outcome)
             counts["shards_committed", _COMMITTED.get(outcome, "failed")] += 1

@@ -12,16 +12,18 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvd.arena import ArenaOwner
+from kvd.arena import MEMORY_KINDS, ArenaOwner, file_system_kind
 from kvd.chunk import KVSpec
 from kvd.core import Core, CoreConfig, TierConfig
-from kvd.errors import SpecError
+from kvd.errors import ArenaError, ConfigError, SpecError
 from kvd.eviction.lru import Lru
 from kvd.server.config import Config
+from kvd.server.counters import Counters
 
-__all__ = ["Opened", "SpecRegistry", "open_core"]
+__all__ = ["Opened", "SpecRegistry", "check_arena_path", "open_core"]
 
 log = logging.getLogger(__name__)
 
@@ -31,20 +33,27 @@ NS = 1_000_000_000
 class SpecRegistry:
     """Names and encoded specs as they stand in the table file, so that a later life knows them."""
 
-    def __init__(self, arena: ArenaOwner, core: Core) -> None:
+    def __init__(self, arena: ArenaOwner, core: Core, counters: Counters) -> None:
         self._arena = arena
         self._core = core
+        self._counters = counters
         self._version = -1
 
     def store(self) -> None:
         """Keep what the core knows, if that has grown. Called before a client is told that its
-        spec is registered. ArenaError."""
+        spec is registered. What can't be kept costs hits after a restart, and refuses nothing: it
+        is tried again with the next spec."""
         core = self._core
         if core.registry_version == self._version:
             return
-        dropped = self._arena.registry_store(
-            core.namespaces, [spec.encode() for spec in core.specs]
-        )
+        try:
+            dropped = self._arena.registry_store(
+                core.namespaces, [spec.encode() for spec in core.specs]
+            )
+        except ArenaError as error:
+            log.warning("a restart may not know the specs of now: %s", error)
+            self._counters.add("registry_failures")
+            return
         if dropped:
             log.warning("registry is full: the %d oldest will not be adopted by a restart", dropped)
         self._version = core.registry_version
@@ -58,6 +67,19 @@ class Opened(NamedTuple):
     records: int  # that held
     invalid: int  # that did not
     took_s: float
+
+
+def check_arena_path(config: Config) -> None:
+    """ConfigError unless the arena's directory is shared memory, or may be anything."""
+    if not Path(config.arena_path).is_dir():
+        raise ConfigError(f"arena.path: {config.arena_path} is not a directory; make it")
+    kind = file_system_kind(config.arena_path)
+    if config.arena_any_fs or kind in MEMORY_KINDS:
+        return
+    raise ConfigError(
+        f"arena.path: {config.arena_path} is on {kind}, not in memory; choose a directory on a "
+        f"tmpfs such as /dev/shm (or set arena.any_file_system = true for a slow, worn disk)"
+    )
 
 
 def core_config(config: Config, arena: ArenaOwner, tiers: Sequence[TierConfig] = ()) -> CoreConfig:
@@ -88,13 +110,15 @@ def open_core(
     config: Config,
     arena: ArenaOwner,
     namespaces: Sequence[str],
+    counters: Counters,
     tiers: Sequence[TierConfig] = (),
 ) -> Opened:
     """A core over the arena, with what was adopted in it."""
     begun = time.monotonic()
     core = Core(core_config(config, arena, tiers), Lru)
+    core.ask_room(arena.reserve_records)
     core.grow(arena.reserved)
-    registry = SpecRegistry(arena, core)
+    registry = SpecRegistry(arena, core, counters)
     if not arena.adopted:
         return Opened(core, [], registry, [], 0, 0, 0.0)
     stored = arena.registry_load()

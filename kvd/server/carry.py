@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvd.chunk import payload_digest
+from kvd.core import CoreFault
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.errors import ErrorCode
@@ -85,14 +86,10 @@ class Carrier:
             self._transfers.hush()
         try:
             actions = self.core.handle(event, time.monotonic_ns())
-        except (
-            Exception
-        ) as error:  # a fault of the core: that request is answered, the rest goes on
+        except CoreFault as fault:  # what it did until then is true: the rest goes on from there
             log.exception("fault of the core in %s", type(event).__name__)
             self._counters.reason("faults", "core")
-            if hasattr(event, "request"):
-                self._give_up(event.request, error)
-            return
+            actions = fault.actions
         self.run(actions)
 
     def _give_up(self, request: Any, error: Exception) -> None:

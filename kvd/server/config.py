@@ -26,7 +26,7 @@ from kvd.wire.paths import default_socket
 __all__ = ["Config", "load_config", "resolved_toml", "shown_settings"]
 
 # Variables that belong to clients and tools; the daemon lets them stand in its environment.
-CLIENT_ENV = frozenset({"KVD_TOKEN_FILE"})
+CLIENT_ENV = frozenset({"KVD_TOKEN_FILE", "KVD_MODEL_DIR"})
 CONFIG_ENV = "KVD_CONFIG"  # the file to read when there is no --config
 
 # What people of other systems call a setting, for the hint when no name is near.
@@ -52,6 +52,7 @@ class Config:
     stuck_s: float
     gc_freeze: bool
     arena_path: str
+    arena_any_fs: bool
     arena_size: int
     slab_size: int | None
     max_sessions: int

@@ -78,7 +78,7 @@ class Desk:
     # -- attach ---------------------------------------------------------------------------------
 
     def attach(self, request: AttachRequest, peer: Peer) -> Attached:
-        self._check_open(request.expected_instance)
+        self._check_open(request.expected_instance, looks=not request.maps_memory)
         grant = self.access.grant(peer, request.token)
         session = self._open(grant, request.name, request.group_secret, peer, request.maps_memory)
         maps = request.maps_memory
@@ -118,8 +118,10 @@ class Desk:
         arena = self.arena
         return (ArenaTold(ARENA_NUMBER, arena.id, arena.size, arena.slab_size),)
 
-    def _check_open(self, expected_instance: str | None) -> None:
-        if self.draining:
+    def _check_open(self, expected_instance: str | None, *, looks: bool = False) -> None:
+        """`looks`: on this machine and without the arena, as an operator's tools do. They may
+        watch a drain; engines are told to come back."""
+        if self.draining and not looks:
             raise Draining("the daemon is shutting down; attach again when it is back")
         if expected_instance not in (None, self.config.instance):
             raise WrongInstance(

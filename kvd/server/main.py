@@ -12,13 +12,13 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from kvd import __version__
 from kvd.arena import plan
 from kvd.errors import ArenaError, ConfigError
 from kvd.server.access import Access
+from kvd.server.adoption import check_arena_path
 from kvd.server.config import Config, load_config, nearest_flag, resolved_toml
 from kvd.server.server import Server, limits_of
 from kvd.server.settings import SETTINGS
@@ -116,8 +116,7 @@ def _check(config: Config) -> None:
     """What can be refused without taking anything: no lock, no socket, no memory."""
     check_socket_path(config.socket)
     plan(config.arena_size, config.slab_size)
-    if not Path(config.arena_path).is_dir():
-        raise ConfigError(f"arena.path: {config.arena_path} is not a directory; make it")
+    check_arena_path(config)
     Access(config.namespaces, config.admin_uids, config.admin_gid)
     plan_tiers(config)
     if config.tcp_endpoint is not None:

@@ -20,7 +20,7 @@ from kvd.arena import ArenaOwner
 from kvd.core import events as ev
 from kvd.errors import ConfigError
 from kvd.server.access import Access
-from kvd.server.adoption import open_core
+from kvd.server.adoption import check_arena_path, open_core
 from kvd.server.attach import AttachServer
 from kvd.server.carry import Carrier
 from kvd.server.config import Config
@@ -98,6 +98,7 @@ class Server:
         undo.callback(self.loop.close)
         self.tcp = self._open_tcp(keys)
 
+        check_arena_path(config)
         self.arena = ArenaOwner.open(
             config.arena_base,
             config.arena_size,
@@ -117,7 +118,8 @@ class Server:
         opened = open_core(
             config,
             self.arena,
-            access.namespaces + (self.tcp_namespaces(keys)),
+            access.namespaces + self.tcp_namespaces(keys),
+            self.counters,
             [plan.config for plan in plans],
         )
         self.carrier = Carrier(opened.core, self.arena, self.transfers, self.counters, self.ladder)

@@ -298,6 +298,8 @@ SETTINGS: tuple[Setting, ...] = (
             "exempt what exists after start from garbage collection"),
     Setting("arena", "path", "arena_path", "/dev/shm", path, "DIR",
             "directory on a tmpfs that holds the arena's files"),
+    Setting("arena", "any_file_system", "arena_any_fs", False, boolean, "BOOL",
+            "let arena.path be on a disk too: slow, for trials only"),
     Setting("arena", "size", "arena_size", "1GiB", size(2 * 2**20, 2**46), "SIZE",
             "bytes of shared memory for payloads"),
     Setting("arena", "slab_size", "slab_size", "auto", size(2**16, 2**42, auto=True), "SIZE",

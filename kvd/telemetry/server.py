@@ -59,6 +59,7 @@ _ALL = (
         "reason",
         ("bye", "process", "connection", "full", "unreachable", "lock", "shutdown"),
     ),
+    Metric("registry_failures", _C, "writes", "Specs that a restart may not know any more."),
     Metric(
         "faults",
         _C,

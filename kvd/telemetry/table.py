@@ -167,7 +167,7 @@ _ALL = (
         "slots",
         "Condemned slots given back, by what proved that the writer stopped.",
         "reason",
-        ("aborted", "session", "lock"),
+        ("aborted", "committed", "session", "lock"),
     ),
     # integrity
     Metric("shards_sealed", _C, "shards", "Digests taken, by whom.", "by", ("daemon", "client")),
@@ -191,6 +191,12 @@ _ALL = (
     ),
     # slabs
     Metric("slabs_assigned", _C, "slabs", "Slabs given to a size class."),
+    Metric(
+        "slabs_refused",
+        _C,
+        "slabs",
+        "Times that a slab could not be cut into smaller slots: no memory for their records.",
+    ),
     Metric(
         "slab_changes",
         _C,

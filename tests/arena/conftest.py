@@ -19,7 +19,7 @@ from kvd.arena import ArenaOwner
 @pytest.fixture
 def base() -> Iterator[Path]:
     """A name for an arena in /dev/shm."""
-    path = Path("/dev/shm", f"kvd-test-{os.getpid()}-{secrets.token_hex(4)}")
+    path = Path("/dev/shm", f"kvd-test-{os.environ['PYTEST_LEAK_MARK'][:8]}-{secrets.token_hex(4)}")
     yield path
     for suffix in ("", ".table", ".lock"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)

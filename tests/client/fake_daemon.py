@@ -104,7 +104,8 @@ class FakeDaemon:
     def __init__(self, *, instance: str | None = None, limits: Limits = DEFAULT_LIMITS) -> None:
         self.directory = tempfile.mkdtemp(prefix="kvd-", dir="/tmp")
         self.socket = os.path.join(self.directory, "k")
-        self.instance = instance or "fake-" + os.path.basename(self.directory)
+        tag = os.environ.get("PYTEST_LEAK_MARK", "")[:8]  # for conftest.py's search for leaks
+        self.instance = instance or f"fake-{tag}-{os.path.basename(self.directory)}"
         self.limits = limits._replace(chunk_bytes=64 * 1024)
         self.script: Script = lambda seen: None
         self.attach_script: Callable[[AttachRequest], bytes | None] = lambda request: None

@@ -16,6 +16,7 @@ from kvd.connectors.transformers import KvdCache, UnsupportedModel
 from kvd.errors import (
     ArenaError,
     ClientClosed,
+    ConfigError,
     DeadlineExceeded,
     Draining,
     Forked,
@@ -261,6 +262,14 @@ def test_another_identity_never_hits(
     assert with_kvd(other, ids)[1] == 0
     assert len(store.chunks) == 6
     assert with_kvd(other, ids)[1] == 48
+
+
+@pytest.mark.parametrize("deadline_s", [float("inf"), float("nan"), 1e99, -1.0])
+def test_a_deadline_that_is_none_is_refused_at_once(
+    llama: Make, store: Any, deadline_s: float
+) -> None:
+    with pytest.raises(ConfigError, match=r"deadline_s: .* from 0 to 2592000"):
+        connector(llama(), store, deadline_s=deadline_s)
 
 
 def test_rounded_storage_says_what_it_costs(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -79,6 +81,25 @@ def test_processes_with_one_model_share_and_others_do_not(
     with KvdCache(other, daemon.socket, chunk_tokens=16, deadline_s=10.0) as kv:
         assert generate(kv, ids) == (plain(other, ids), 0)
         assert kv.counts["stored_chunks"] == 6
+
+
+def test_chunks_that_the_daemon_can_not_hold_are_said_once_with_the_way_out(
+    llama: Make, prompt: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama()
+    with DaemonProcess(arena_size="2MiB") as small:  # slots of 64 KiB
+        with KvdCache(model, small.socket, chunk_tokens=128, deadline_s=10.0) as kv:
+            for seed in (1, 2):
+                generate(kv, prompt(300, seed=seed))
+            assert kv.counts["stored_chunks"] == 0 and kv.counts["store.too_large"] == 4
+        said = [one.message for one in caplog.records if one.levelno >= logging.WARNING]
+        assert len(said) == 1
+        most = int(re.search(r"chunk_tokens of at most (\d+)", said[0])[1])
+        for words in ("128 tokens", "98304 bytes", "65536", "--arena-size", "--arena-slab-size"):
+            assert words in said[0], said[0]
+        with KvdCache(model, small.socket, chunk_tokens=most, deadline_s=10.0) as kv:
+            generate(kv, prompt(300))
+            assert kv.counts["stored_chunks"] > 0  # the advice holds
 
 
 def test_a_killed_daemon_is_a_miss_and_a_restarted_one_has_kept_the_prompt(

@@ -177,7 +177,50 @@ def test_a_lease_expires_by_the_clock_and_renew_puts_it_off(world: World) -> Non
     client.renew(lease.lease, S)
     world.now += S
     assert isinstance(client.load(lease.lease), ac.Fail)
-    assert world.horizon > world.now  # never moves back
+
+
+def test_the_horizon_follows_the_latest_lease_that_there_is(world: World) -> None:
+    """So a next life holds nothing back for the readers of leases that had ended."""
+    client = world.open()
+    client.register(ONE)
+    keys = chain("p", 3)
+    client.store(ONE, keys)
+    short = client.lease(ONE, keys, lease=10 * S)
+    lease = client.lease(ONE, keys, lease=600 * S)
+    assert lease.expiry <= world.horizon < lease.expiry + S
+    client.release(lease.lease)
+    assert short.expiry <= world.horizon < short.expiry + S
+    assert client.renew(short.lease, 300 * S).expiry <= world.horizon
+    client.renew(short.lease, 20 * S)
+    assert world.horizon <= world.now + 21 * S
+    log = len(world.log)
+    for _ in range(100):  # what comes and goes is not written each time
+        client.release(client.lease(ONE, keys, lease=25 * S).lease)
+    assert sum(isinstance(a, ac.LeaseHorizon) for a in world.log[log:]) == 1
+    world.advance(2 * S)
+    assert world.horizon <= world.now + 19 * S
+    client.release(short.lease)
+    world.advance(2 * S)
+    assert world.horizon == 0
+
+
+def test_the_horizon_of_an_earlier_life_stands_while_its_readers_may_be_there(
+    world: World,
+) -> None:
+    client = world.open()
+    client.register(ONE)
+    client.store(ONE, chain("p", 3))
+    until = client.lease(ONE, chain("p", 3), lease=300 * S).expiry
+    for _ in range(2):
+        world.restart()
+        other = world.open()
+        other.register(ONE)
+        other.release(other.lease(ONE, chain("p", 3), lease=400 * S).lease)
+        assert until <= world.horizon < until + S
+    client.free_lock()
+    for later in list(world.locks):
+        world.handle(ev.LockFreed(later))
+    assert world.horizon == 0
 
 
 def test_a_sessions_leases_have_a_cap() -> None:
@@ -241,10 +284,34 @@ def test_a_late_writer_meets_no_reader_and_no_other_writer(world: World) -> None
         taken = {r for r, h in world.memory.items() if h.state in (State.READY, State.WRITING)}
         assert not late & taken
     assert list(writer.commit(got.write).outcomes) == [O.EXPIRED] * 2
+    assert world.tier["condemned_bytes"] == 0
+    assert world.counter("slots_reclaimed", "committed") == 2
+    assert {world.memory[record].state for record in late} == {State.FREE}
+    assert isinstance(writer.abort(got.write), ac.Fail)
+
+
+def test_a_late_writer_that_aborts_gives_back_too(world: World) -> None:
+    writer = world.open()
+    writer.register(ONE)
+    got = writer.reserve(ONE, chain("p", 2), ttl=S)
+    world.advance(2 * S)
     assert world.tier["condemned_bytes"] == 2 * 8 * KIB
     assert list(writer.abort(got.write).outcomes) == [O.ABORTED] * 2
     assert world.tier["condemned_bytes"] == 0
     assert isinstance(writer.abort(got.write), ac.Fail)
+
+
+def test_a_client_that_is_always_late_never_runs_out_of_its_share() -> None:
+    world = World(write_share=0.125)  # 16 chunks
+    client = world.open()
+    client.register(ONE)
+    for n in range(100):
+        got = client.reserve(ONE, chain(n, 4), ttl=S)
+        assert list(got.outcomes) == [O.GRANTED] * 4
+        world.advance(S)
+        assert list(client.commit(got.write).outcomes) == [O.EXPIRED] * 4
+    assert world.tier["used_bytes"] == 0
+    assert client.store(ONE, chain("p", 4)) == [O.OK] * 4
 
 
 def test_condemned_slots_count_against_their_session() -> None:

@@ -8,10 +8,11 @@ import pytest
 from world import KIB, O, S, World, chain, key, spec
 
 from kvd.chunk import NO_PARENT
-from kvd.core import Core, CoreConfig
+from kvd.core import Core, CoreConfig, CoreFault
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.events import LookupFlag
+from kvd.core.jobs import Pause
 from kvd.errors import ErrorCode, InternalError
 from kvd.eviction.lru import Lru
 
@@ -148,8 +149,10 @@ def test_a_fault_of_the_server_is_no_answer_to_a_client() -> None:
     world = World()
     client = world.open()
     event = ev.OpenSession(client.number, b"p" * 16, "default", b"g", False, "", True)
-    with pytest.raises(InternalError):
+    with pytest.raises(CoreFault) as fault:
         world.handle(event)
+    assert isinstance(fault.value.__cause__, InternalError)
+    assert fault.value.actions == []
 
 
 def test_closing_twice_and_late_workers_harm_nothing(world: World) -> None:
@@ -236,3 +239,55 @@ def test_time_never_goes_back() -> None:
     lease = client.lease(ONE, KEYS, lease=S)
     world.now -= 10 * S
     assert client.renew(lease.lease, S).expiry == lease.expiry
+
+
+def test_a_fault_leaves_core_and_records_of_one_mind(world: World) -> None:
+    """What was granted, evicted or pinned before the fault is undone or carried out; nothing that
+    was evicted comes back with the next life."""
+    client = world.open(admin=True)
+    for n in range(128):
+        client.store(ONE, chain(n, 1))  # the arena is full
+    evictions = world.core._evictions
+    slot, calls = evictions.slot, iter(range(100))
+
+    def fails(size: int) -> Any:
+        record = yield from slot(size)
+        if next(calls) == 5:
+            world.core._store.slabs.give(record)
+            raise ZeroDivisionError
+        return record
+
+    evictions.slot = fails  # type: ignore[method-assign]
+    event = client.reserve_event(ONE, chain("new", 10))._replace(request=9000)
+    with pytest.raises(CoreFault) as fault:
+        world.core.handle(event, world.now)
+    evictions.slot = slot  # type: ignore[method-assign]
+    (answer,) = [a for a in fault.value.actions if isinstance(a, ac.Reply | ac.Fail)]
+    assert isinstance(answer, ac.Fail)
+    assert (answer.request, answer.code) == (9000, ErrorCode.INTERNAL)
+    world._carry(fault.value.actions)
+    assert not world.core._store.pinned
+    assert world.tier["writing_bytes"] == 0
+    assert client.store(ONE, chain("new", 10)) == [O.OK] * 10
+    client.evict(ev.Selector(everything=True))
+    assert world.tier["used_bytes"] == 0
+    world.restart()
+    assert world.tier["chunks"] == 0
+
+
+def test_a_fault_in_a_later_slice_is_the_answer_of_the_request_that_waits(world: World) -> None:
+    client = world.open()
+
+    def fails(size: int) -> Any:
+        yield Pause.SLICE
+        raise ZeroDivisionError
+
+    world.core._evictions.slot = fails  # type: ignore[method-assign]
+    event = client.reserve_event(ONE, chain("new", 2))._replace(request=9000)
+    assert not [a for a in world.handle(event) if isinstance(a, ac.Reply | ac.Fail)]
+    with pytest.raises(CoreFault) as fault:
+        world.handle(ev.Tick())
+    (answer,) = fault.value.actions
+    assert isinstance(answer, ac.Fail)
+    assert (answer.request, answer.code) == (9000, ErrorCode.INTERNAL)
+    assert not world.core._store.pinned

@@ -380,3 +380,24 @@ def test_what_the_policy_does_not_know_can_go_too(monkeypatch: pytest.MonkeyPatc
     for n in range(20):
         assert set(client.store(ONE, chain(n, 8))) == {O.OK}
     assert client.lookup(ONE, chain("lost", 32)).leading == 0
+
+
+def test_a_chunk_that_is_moved_makes_no_place_for_itself() -> None:
+    """Both shards are of the class whose slab is emptied, one lies in it and one elsewhere; what
+    is colder is leased."""
+    world = World(192 * KIB, 64 * KIB, write_share=1.0, lease_share=1.0)
+    one, pair = spec("one", 10 * KIB), spec("pair", 10 * KIB, 10 * KIB)
+    big = spec("big", 60 * KIB)
+    client = world.open(admin=True)
+    for wanted in (one, pair, big):
+        client.register(wanted)
+    for n in range(9):  # of the ten slots of two slabs
+        client.store(one, chain(n, 1))
+        client.lease(one, chain(n, 1), lease=600 * S)
+        world.advance(S)
+    assert client.store(pair, chain("pair", 1)) == [O.OK] * 2
+    assert client.store(big, chain("big", 1)) == [O.OK]
+    assert world.counter("slab_changes", "done") == 1
+    assert world.counter("policy_errors") == 0
+    assert all(client.lookup(one, chain(n, 1)).leading for n in range(9))
+    assert client.lookup(pair, chain("pair", 1)).leading == 0

@@ -18,7 +18,12 @@ from kvd.core.config import TierConfig, WritePolicy
 from kvd.core.events import LookupFlag
 from kvd.eviction import POLICIES
 
-SPECS = [spec("one", 28 * KIB), spec("two", 10 * KIB, 18 * KIB), spec("big", 60 * KIB)]
+SPECS = [
+    spec("one", 28 * KIB),
+    spec("two", 10 * KIB, 18 * KIB),
+    spec("big", 60 * KIB),
+    spec("three", 10 * KIB, 18 * KIB, 9 * KIB),  # two shards of a class that need not share a slab
+]
 DEPTH = 6
 PATHS = [(name, branch) for name in "ab" for branch in (0, 1)]  # branches part at depth 3
 

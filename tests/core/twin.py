@@ -539,6 +539,9 @@ class Twin:
                 assert self.hand[action.record] == "ready"
             elif not isinstance(action, ac.Reply):
                 self.take(action)
+        for n in numbers:  # by a commit the writer says that it has stopped, come it too late or not
+            item = write.items[n]
+            assert item is None or item.phase == "done", "a slot was kept from a writer that stopped"
         self._tidy()
 
     def aborted(self, event: ev.Abort, result: Any, actions: list[ac.Action]) -> None:
@@ -945,6 +948,12 @@ class Twin:
         assert tier["leased_chunks"] == len(leased)
         assert stat["counters"]["active_leases"] == len(self.leases)
         assert stat["sessions"] == len(self.sessions)
+        latest = max((lease.expiry for lease in self.leases.values()), default=0)
+        if self.hold_until is not None:
+            latest = max(latest, self.hold_until)
+        soon = self.world.now + self.world.config.lease_default_ns
+        assert latest <= self.world.horizon
+        assert self.world.horizon <= max(latest, soon) + 2 * self.world.config.horizon_step_ns
         self._table()
 
     def _table(self) -> None:

@@ -361,7 +361,7 @@ class World:
             elif isinstance(action, ac.PatchRecord):
                 self._patch(action)
             elif isinstance(action, ac.LeaseHorizon):
-                assert action.until > self.horizon
+                assert action.until != self.horizon
                 self.horizon = action.until
             elif isinstance(action, ac.Seal | ac.Verify | ac.Copy):
                 self.jobs.append(action)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from pathlib import Path
 
@@ -170,6 +171,20 @@ def test_an_unknown_variable_stops_the_start_with_the_nearest_right_one(
         load(tmp_path, "", **{name: "1"})
     assert name in str(refused.value)
     assert nearest in str(refused.value)
+
+
+def test_variables_of_kvds_own_tools_are_passed_over(tmp_path: Path) -> None:
+    """Whatever variable any part of kvd reads may stand in the daemon's environment."""
+    root = Path(__file__).resolve().parents[2]
+    files = [
+        file
+        for folder in ("kvd", "tools", "connectors", "tiers", "eviction")
+        for file in (root / folder).rglob("*.py")
+    ]
+    names = {name for file in files for name in re.findall(r'"(KVD_[A-Z_]+)"', file.read_text())}
+    assert {"KVD_MODEL_DIR", "KVD_TOKEN_FILE", "KVD_SOCKET", "KVD_CONFIG"} <= names
+    settings = {setting.env for setting in SETTINGS}
+    load(tmp_path, "", **dict.fromkeys(names - settings - {"KVD_CONFIG"}, "x"))
 
 
 def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> None:

@@ -165,17 +165,19 @@ def test_a_stopped_client_keeps_what_it_holds_and_nobody_waits_for_it(
         child.kill()
 
 
-def test_a_write_that_takes_too_long_is_condemned_and_given_back_by_abort(
+def test_a_write_that_takes_too_long_is_condemned_until_its_writer_has_stopped(
     daemon: DaemonProcess,
 ) -> None:
     with RawClient(daemon.socket) as client:
         digest = client.register(spec())
-        reserved = client.reserve(digest, 50, 1, ttl_s=0.1)
-        within(lambda: dram(client)["condemned_bytes"] == 4096)
-        late = client.call(m.Commit(reserved.write, None, None)).message
+        reserved = client.reserve(digest, 50, 2, ttl_s=0.1)
+        within(lambda: dram(client)["condemned_bytes"] == 2 * 4096)
+        first = (0).to_bytes(4, "little")
+        late = client.call(m.Commit(reserved.write, first, None)).message
         assert late.outcomes == bytes([Outcome.EXPIRED])
+        assert dram(client)["condemned_bytes"] == 4096
         client.call(m.Abort(reserved.write, None))
-        assert dram(client)["condemned_bytes"] == 0
+        assert dram(client)["used_bytes"] == 0
 
 
 def test_a_writer_that_outlives_the_daemon_keeps_its_slots_from_the_next_life(

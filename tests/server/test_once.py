@@ -11,7 +11,15 @@ import pytest
 from daemon import DaemonProcess
 from server_raw import NS, RawClient, key, prints, spec
 
-from kvd.errors import DeadlineExceeded, LimitExceeded, ProtocolError, UnknownSession
+from kvd.chunk import Outcome
+from kvd.client import Client
+from kvd.errors import (
+    DeadlineExceeded,
+    LimitExceeded,
+    ProtocolError,
+    Unavailable,
+    UnknownSession,
+)
 from kvd.wire import LookupFlag, Op
 from kvd.wire import messages as m
 
@@ -181,3 +189,31 @@ def test_a_peer_that_is_gone_before_its_reply_ends_its_session(
         eventually(lambda: watcher.stat()["sessions"] == 2)
         client.close()
         eventually(lambda: watcher.stat()["sessions"] == 1)
+
+
+def test_what_is_given_back_late_is_given_back() -> None:
+    """A deadline says how long somebody waits, and nobody waits for an abort or a release."""
+    with (
+        DaemonProcess(arena_size="16MiB") as daemon,
+        Client(daemon.socket, timeout_s=0.4) as client,
+    ):
+        layout = spec(65536)
+        keys = [bytes([n + 1]) * 32 for n in range(8)]
+        assert client.put(layout, keys[0], None, bytes(65536), timeout_s=5) is Outcome.OK
+        found = client.lookup(layout, keys[:1], timeout_s=5)
+        held = client.reserve(layout, keys[1:4], timeout_s=5)
+        waited = client.reserve(layout, keys[4:6], timeout_s=5)
+        assert found.lease is not None and held.granted and waited.granted
+        daemon.signal(signal.SIGSTOP)
+        try:
+            found.lease.release()
+            held.abort()
+            with pytest.raises(Unavailable):
+                waited.abort(wait=True)
+            time.sleep(0.5)  # every deadline is over
+        finally:
+            daemon.signal(signal.SIGCONT)
+        stat = client.stat(timeout_s=5)
+        (dram,) = [tier for tier in stat["tiers"] if tier["name"] == "dram"]
+        assert dram["writing_bytes"] == dram["condemned_bytes"] == dram["leased_chunks"] == 0
+        assert stat["counters"]["requests_expired"] == 0

@@ -340,6 +340,10 @@ def test_sigterm_refuses_stores_and_lets_a_load_finish(eventually) -> None:
             assert client.reserve(digest, 4, 1).outcomes == bytes([Outcome.DRAINING])
             with pytest.raises(Draining):
                 RawClient(daemon.socket)
+            with RawClient(daemon.socket, maps=False) as operator:
+                assert operator.call(m.Stat()).message.stat["draining"] is True
+                stored = operator.reserve(operator.register(spec()), 5, 1).outcomes
+                assert stored == bytes([Outcome.DRAINING])
             assert daemon.poll() is None
             assert client.call(m.Load(found.lease, None, None)).message.done
             client.call(m.Release(found.lease))

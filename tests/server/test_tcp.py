@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +31,28 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_keys_are_made_and_used_as_the_operations_page_says(tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+    security = page.read_text().partition("**TCP** is off")[2]
+    code = re.findall(r"^```(sh|python)\n(.*?)^```", security, flags=re.DOTALL | re.MULTILINE)
+    (_, make), (_, use) = code[:2]
+    make, line, flags = make.rpartition("\nkvd ")
+    assert line
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(["/bin/sh", "-ec", make], cwd=tmp_path, env=env, check=True, timeout=30)
+    port = str(free_port())
+    words = [
+        str(tmp_path / word) if (tmp_path / word).exists() else word.replace("7711", port)
+        for word in flags.split()
+    ]
+    use = use.replace("7711", port).replace('Path("', f'Path("{tmp_path}/')
+    names: dict[str, Any] = {}
+    with DaemonProcess(args=words):
+        exec(compile(use, page.name, "exec"), names)
+        with names["client"] as client:
+            assert client.info().namespace == "team-a"
 
 
 class Keys:

@@ -99,7 +99,7 @@ def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_names_are_short_whatever_models_are_called(tmp_path: Path) -> None:
-    """K62: no part of a key is in a name; a root that is too deep is refused at start."""
+    """K53, K62: no part of a key is in a name; a root that is too deep is refused at start."""
     it = rig(tmp_path)
     it.do([c.write() for c in chunks(5)])
     assert all(len(p.name) <= 20 for p in tmp_path.iterdir())

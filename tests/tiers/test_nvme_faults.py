@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nvme_kit import MIB, du, rig, script, slabs
@@ -103,6 +105,31 @@ def test_any_byte_of_a_record_may_be_another(tmp_path: Path, it: Rig) -> None:
             ChunkHeader.unpack(good[:n] + bytes((good[n] ^ 0x81,)) + good[n + 1 :])
     _patch(table_of(slab), at, good[:8] + bytes((good[8] ^ 0x81,)) + good[9:])
     assert it.one(chunk.read(place)).answer is Answer.CORRUPT
+
+
+class _Bomb:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_pickle_in_a_record_or_a_payload_runs_nothing(tmp_path: Path, it: Rig) -> None:
+    """K06: what lies on the disk is decoded field by field, or not at all."""
+    mark = tmp_path / "it-ran"
+    bomb = pickle.dumps(_Bomb(mark))
+    places = [it.one(Chunk(n, 600).write()).place for n in (1, 2)]
+    (slab,) = slabs(tmp_path)
+    at, _ = _slot(slab, places[0])
+    _patch(table_of(slab), at, bomb)
+    _, data = _slot(slab, places[1])
+    _patch(slab, data, bomb)
+    answers = [it.one(Chunk(n, 600).read(p)).answer for n, p in zip((1, 2), places, strict=True)]
+    assert answers == [Answer.CORRUPT] * 2
+    it.close()
+    rig(tmp_path).close()  # nor does a start that reads all records
+    assert not mark.exists()
 
 
 def test_a_record_that_is_replayed_from_before_a_delete_is_not_believed(
@@ -310,6 +337,7 @@ def test_a_record_that_can_not_be_written_leaves_nothing(
 MOUNTED = """
 import subprocess, sys, os
 from pathlib import Path
+from typing import Any
 sys.path.insert(0, os.environ["PYTHONPATH"])
 from nvme_kit import rig, disk, slabs, MIB
 from tiers_kit import Chunk, chunks
@@ -426,7 +454,7 @@ except ConfigError as error:
 
 
 def test_a_key_is_no_name(it: Rig) -> None:
-    """K62: digests of any content go in and out."""
+    """K53, K62: digests of any content go in and out."""
     for namespace in (b"\0" * 32, b"\xff" * 32, b"../../../../etc/passwd".ljust(32, b"/")):
         chunk = Chunk(1, namespace_digest=namespace)
         place = it.one(chunk.write()).place

@@ -391,8 +391,14 @@ def test_an_upload_that_fails_is_aborted(fake: FakeS3, it: Rig) -> None:
 
 
 def test_names_are_fixed_short_and_the_same_everywhere() -> None:
-    """K62"""
+    """K20, K53, K62: what differs in a key differs in its name; no text of a user is in it."""
     key = Key(1, b"n" * 32, b"s" * 32, b"c" * 32, 3)
+    others = [
+        key._replace(kind=2), key._replace(namespace=b"m" * 32), key._replace(spec=b"t" * 32),
+        key._replace(chunk=b"d" * 32), key._replace(shard=4), key._replace(shard=31),
+        key._replace(namespace=key.spec, spec=key.namespace),
+    ]  # fmt: skip
+    assert len({name_of("kvd", one) for one in (key, *others)}) == 1 + len(others)
     assert name_of("kvd", key) == name_of("/kvd/", key) == GOLDEN
     assert len(name_of("p" * 512, key)) <= 1024
     assert name_of("", key).startswith("c1/")

@@ -95,6 +95,12 @@ def test_the_version_is_told_without_a_daemon(place: Path) -> None:
         "evict --dry-run",
         "ping --count 0",
         "status --timeout never",
+        "status --timeout 1e99",
+        "status --timeout 31d",
+        "inspect --idle 99999999999999d",
+        "inspect chunks --age inf",
+        "evict --older-than 1e99 --dry-run",
+        "inspect --cursor 99999999999999999999",
     ],
 )
 def test_wrong_usage_is_told_with_the_way_to_help(words: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from kvd.client import Client
+from kvd.tools.cli.link import Link, Page
 from tests.daemon import DaemonProcess
 from tests.tools.cli import Stored, a_spec, kvd_cli, store_chain
 
@@ -209,6 +212,33 @@ def test_what_nothing_fits_is_said_so(house: House) -> None:
         assert done.err.startswith("kvd-cli: no spec")
 
 
+def test_what_is_hidden_is_not_said_to_be_nothing(house: House) -> None:
+    """Nor is an empty daemon said to hold what does not fit."""
+    for words in (("-n", "nobody"), ("chunks", "-n", "nobody"), ("specs", "-n", "nobody"),
+                  ("--idle", "36500d")):  # fmt: skip
+        assert house.cli("inspect", *words) == "nothing there that fits\n"
+    with DaemonProcess() as daemon:
+        where = ("--socket", daemon.socket)
+        for words in ((), ("chunks",), ("namespaces",)):
+            assert kvd_cli("inspect", *words, *where).out == "the daemon holds nothing yet\n"
+        assert kvd_cli("inspect", "-n", "x", *where).out == "nothing there that fits\n"
+
+
+def test_whoever_sees_only_a_namespace_is_not_told_about_the_daemon(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Link.info
+    monkeypatch.setattr(
+        Link, "info", lambda link: told(link)._replace(admin=False, namespace="team")
+    )
+    monkeypatch.setattr(Link, "rows", lambda *asked: iter(()))
+    monkeypatch.setattr(Link, "page", lambda *asked: Page([], None))
+    for words, said in (((), "yet"), (("chunks",), "yet"), (("specs", "-n", "default"), "fits")):
+        out = house.cli("inspect", *words)
+        assert out.startswith("nothing there") and said in out
+        assert out.endswith("of what you may see: namespace team, without admin role\n")
+
+
 def test_pages_join_to_the_whole_without_doubles(house: House) -> None:
     seen: list[object] = []
     cursor: object = 0
@@ -301,6 +331,20 @@ def test_json_of_every_command_is_ascii_and_one_object(house: House) -> None:
         out = kvd_cli(*words, "--json", "--socket", house.daemon.socket).out
         assert out.isascii()
         assert json.loads(out)["command"] == words[0]
+
+
+def test_a_daemon_that_drains_can_be_watched() -> None:
+    with DaemonProcess(args=("--drain-s", "60")) as daemon, Client(daemon.socket) as client:
+        stored = store_chain(client, a_spec(), 2)
+        with client.lookup(client.register(stored.spec), stored.hashes):  # it waits for this
+            daemon.signal(signal.SIGTERM)
+            status = ("status", "--json", "--socket", daemon.socket)
+            end = time.monotonic() + 10
+            while not (done := kvd_cli(*status)).json["draining"]:
+                assert time.monotonic() < end
+            assert done.code == 0 and done.json["tiers"][0]["state"] == "draining"
+            assert "draining" in kvd_cli("status", "--socket", daemon.socket).out
+        assert daemon.wait() == 0
 
 
 # -- as somebody else -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvd.telemetry import METRICS, MetricKind
+from kvd.telemetry.server import SERVER_METRICS
 from kvd.tools.cli.console import Output, make_console
 from kvd.tools.cli.status import reasons, render, total
 
@@ -82,9 +83,20 @@ def test_trouble_is_named() -> None:
         assert words in text, words
 
 
+def test_sessions_say_how_they_ended() -> None:
+    counters = {
+        "sessions_opened": 9,
+        "sessions_closed": 6,
+        "sessions_ended": {"bye": 1, "process": 4, "connection": 1, "full": 0},
+    }
+    text = " ".join(shown(stat(counters=counters)).split())
+    assert "3 open; 9 opened so far; 6 ended: 4 process, 1 connection, 1 bye" in text
+
+
 def test_no_declared_counter_is_left_out() -> None:
     counters: dict[str, Any] = {}
-    for number, metric in enumerate(METRICS.values()):
+    declared = {**METRICS, **SERVER_METRICS}
+    for number, metric in enumerate(declared.values()):
         count = 1_000_003 + number
         counters[metric.name] = dict.fromkeys(metric.values, count) if metric.values else count
         if metric.kind is MetricKind.COUNTER and metric.values:
@@ -94,7 +106,7 @@ def test_no_declared_counter_is_left_out() -> None:
     for name in ("chunks_asked", "chunks_missed", "leases_ended", "slots_reclaimed"):
         assert name not in also
     # a declared counter has a line; only gauges of passing interest may stand in the rest
-    assert set(also.replace(",", " ").split()) & set(METRICS) <= {"pending_touches"}
+    assert set(also.replace(",", " ").split()) & set(declared) <= {"pending_touches"}
 
 
 def test_a_counter_of_a_newer_daemon_is_shown_by_its_name() -> None:

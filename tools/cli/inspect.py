@@ -165,7 +165,7 @@ def _parent(row: Row) -> str:
 )
 @click.option(
     "--cursor",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, (1 << 64) - 1),
     default=0,
     metavar="N",
     help="Go on where an earlier page ended.",
@@ -226,7 +226,10 @@ def inspect(
     if output.as_json:
         output.json(level=level, rows=page.rows, cursor=page.cursor)
         return
-    _show(output, level, page.rows, full)
+    if page.rows:
+        _show(output, level, page.rows, full)
+    else:
+        output.say(_nothing(link, filtered=narrowed or namespace is not None or cursor > 0))
     if page.cursor is not None:
         output.note(f"more: --cursor {page.cursor}", style="dim")
 
@@ -259,10 +262,16 @@ def _page(
     return Page(rows, at)
 
 
+def _nothing(link: Link, *, filtered: bool) -> str:
+    """Why there is nothing to show: it may be there, and hidden by the filters or the role."""
+    info = link.info()
+    what = "nothing there that fits" if filtered else "nothing there yet"
+    if info.admin:
+        return what if filtered else "the daemon holds nothing yet"
+    return f"{what}, of what you may see: namespace {clean(info.namespace)}, without admin role"
+
+
 def _show(output: Output, level: str, rows: list[Row], full: bool) -> None:
-    if not rows:
-        output.say("nothing there that fits")
-        return
     columns = [column for column in _COLUMNS[level] if _worth(column, rows)]
     common = [column for column in columns if column.head in _COMMON[level]]
     common = [column for column in common if len({column.text(row) for row in rows}) == 1]
@@ -307,7 +316,7 @@ def _tree(link: Link, output: Output, asked: Asked, full: bool) -> None:
         output.json(level="tree", namespaces=spaces)
         return
     if not spaces or not any(space["children"] for space in spaces):
-        output.say("the daemon holds nothing yet")
+        output.say(_nothing(link, filtered=asked.namespace is not None))
         return
     for space in spaces:
         output.show(_branch(space, full))

@@ -16,12 +16,13 @@ import click
 from kvd.tools.cli.console import Output
 from kvd.tools.cli.guard import Failed
 from kvd.tools.cli.link import Conditions, Link, Row
-from kvd.tools.cli.units import clean, parse_duration, parse_hex, short_key
+from kvd.tools.cli.units import LONGEST_S, clean, parse_duration, parse_hex, short_key
 
 STATES = ("writing", "unsealed", "sealed", "quarantined")
 KINDS = {"prefix": 1, "content": 2}
 _MIN_ABBREVIATION = 4
 _TIMEOUT_S = 5.0
+_TIMEOUT_MOST_S = 30 * 86_400.0  # of a client's calls
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -30,13 +31,16 @@ class Duration(click.ParamType):
 
     name = "duration"
 
+    def __init__(self, most_s: float = LONGEST_S) -> None:
+        self._most_s = most_s
+
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         if isinstance(value, float | int):
             return float(value)
         try:
-            return parse_duration(value)
+            return parse_duration(value, self._most_s)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
@@ -102,7 +106,7 @@ def places(command: F) -> F:
         click.option("--json", "as_json", is_flag=True, help="One JSON object (docs/cli.md)."),
         click.option(
             "--timeout",
-            type=Duration(),
+            type=Duration(_TIMEOUT_MOST_S),
             metavar="DURATION",
             help=f"Give up after this long ({_TIMEOUT_S:g}s).",
         ),

@@ -328,11 +328,12 @@ def _sessions(book: Book) -> Text:
     told = book.stat.get("sessions", 0)
     now = len(told) if isinstance(told, list | dict) else int(told)
     closed = book.total("sessions_closed")
+    ended = book.reasons("sessions_ended")  # counted by the server, which knows why
     return _join(
         f"{format_count(now)} open",
         f"{book.count('sessions_opened')} opened so far",
-        _said(f"{format_count(closed)} closed", book.reasons("sessions_closed"))
-        or (f"{format_count(closed)} closed" if closed else ""),
+        _said(f"{format_count(closed)} ended", ended)
+        or (f"{format_count(closed)} ended" if closed else ""),
     )
 
 
@@ -358,6 +359,7 @@ def _slabs(book: Book) -> Text:
         f"{book.count('slabs_assigned')} given to a size class so far",
         _said("changed class", book.reasons("slab_changes")),
         _said("slots moved", book.reasons("slots_moved")),
+        _said("no memory for", _nonzero(book.total("slabs_refused"))),
     )
 
 
@@ -391,7 +393,9 @@ def _errors(book: Book) -> Text:
                 ("refused at the door", "refused"),
                 ("malformed", "malformed"),
                 ("expired before they were read", "requests_expired"),
-                ("not sent", "send_failed"),
+                ("attaches refused", "attach_refused"),
+                ("not sent", "sends_failed"),
+                ("specs not kept for a restart", "registry_failures"),
                 ("same hash, other identity", "key_mismatches"),
                 ("policy", "policy_errors"),
                 ("faults of the daemon", "faults"),

@@ -13,6 +13,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|w)")
 _SHOWN_DIGITS = 12
+LONGEST_S = 36_500 * 86_400.0  # a century: its nanoseconds fit a message
 
 
 def format_bytes(count: float) -> str:
@@ -53,15 +54,22 @@ def format_duration(seconds: float | None) -> str:
     return " ".join(part for part in parts if not part.startswith("0"))
 
 
-def parse_duration(text: str) -> float:
+def parse_duration(text: str, most_s: float = LONGEST_S) -> float:
     """'90', '90s', '10m', '1h30m', '2d' -> seconds. ValueError says what is accepted."""
+    seconds = _seconds(text)
+    if seconds > most_s:
+        raise ValueError(f"{_cut(text)!r} is too long: at most {most_s / 86400:.0f}d")
+    return seconds
+
+
+def _seconds(text: str) -> float:
     stripped = text.strip().lower()
     try:
         plain = float(stripped)
     except ValueError:
         pass
     else:
-        if plain >= 0 and plain < float("inf"):
+        if plain >= 0:  # "inf" is too long, "nan" is nothing
             return plain
         raise ValueError(_duration_help(text))
     position, total = 0, 0.0
@@ -76,7 +84,13 @@ def parse_duration(text: str) -> float:
 
 
 def _duration_help(text: str) -> str:
-    return f"{text!r} is not a duration: write 90s, 10m, 1h30m, 2d (a plain number is seconds)"
+    return (
+        f"{_cut(text)!r} is not a duration: write 90s, 10m, 1h30m, 2d (a plain number is seconds)"
+    )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def parse_hex(text: str, *, digits: int = 64) -> str:

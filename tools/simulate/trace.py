@@ -58,7 +58,7 @@ def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> Trace:
                 if line.strip():
                     try:
                         request = _request(json.loads(line), unique)
-                    except (ValueError, TypeError, KeyError) as error:
+                    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
                         raise TraceError(f"{path}:{number}: {_why(error)}") from error
                     above = -1
                     for block in request.blocks:
@@ -92,6 +92,6 @@ def _request(row: Any, unique: dict[int | str, int]) -> Request:
 
 
 def _why(error: Exception) -> str:
-    if isinstance(error, KeyError):
+    if isinstance(error, LookupError):
         return f"field {error} is missing (needs timestamp, input_length, hash_ids)"
     return str(error)
