@@ -80,6 +80,8 @@ class Adoption:
             taken, new = self._space(space, records, where, mine, sizes[slab[mine]])
             spots.append(taken)
             rows.append(new)
+        if not store.layered:  # with tiers below, their records come first
+            store.spaces.forget_unused()
         self._suspects(suspects, sizes)
         self._slots(sizes, spots)
         for new in rows:

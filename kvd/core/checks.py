@@ -32,7 +32,7 @@ class Checks:
     def space(self, session: Session, spec: bytes, kind: int) -> Space:
         if kind not in (Kind.PREFIX, Kind.CONTENT):
             raise BadKey(f"kind {kind} is unknown: 1 (prefix) or 2 (content)")
-        if spec not in self._store.spaces.specs:
+        if (session.namespace, spec) not in self._store.spaces.known:
             raise SpecError(f"spec {spec.hex()[:16]} is not registered: register_spec first")
         space = self._store.spaces.make(session.namespace, spec, kind)
         self._store.grow_queues()

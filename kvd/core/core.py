@@ -195,6 +195,10 @@ class Core:
         self._recovery.whole(Found(lower, records, at, generation))
         return store.out
 
+    def recovered(self) -> None:
+        """All tiers that can tell at once what lies there have told."""
+        self._store.spaces.forget_unused()
+
     @property
     def busy(self) -> bool:
         """Whether a Tick would go on with work that is under way."""
@@ -608,13 +612,16 @@ class Core:
     # -- specs ----------------------------------------------------------------------------------
 
     def _register(self, event: ev.RegisterSpec) -> None:
-        self._checks.session(event.session)
+        session = self._checks.session(event.session)
         event.spec.validate()
-        specs = self._store.spaces.specs
-        if event.spec.digest not in specs and len(specs) >= self.config.max_specs:
+        spaces, digest = self._store.spaces, event.spec.digest
+        known = (session.namespace, digest) in spaces.known
+        # what others registered counts like what nobody did, or a full list would tell them apart
+        full = max(len(spaces.known), len(spaces.specs)) >= self.config.max_specs
+        if not known and full:
             raise LimitExceeded(
-                f"{len(specs)} specs are registered, at most {self.config.max_specs} are kept"
+                f"no more than {self.config.max_specs} specs are kept, and so many are registered"
             )
-        self._store.spaces.register(event.spec)
+        spaces.register(event.spec, session.namespace)
         self._recovery.known()
         self._reply(event, ac.SpecResult(event.spec.digest))

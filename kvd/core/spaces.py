@@ -1,7 +1,8 @@
 """Spaces: all chunks of one (namespace, spec, kind), and the specs that are known.
 
 The law of this module: a key is looked up in the asker's own space only, so a foreign key is a
-miss like any other.
+miss like any other. A namespace knows the specs that it registered or has chunks of: nobody learns
+which models another one runs.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Spaces:
     def __init__(self, index: Index) -> None:
         self._index = index
         self.specs: dict[bytes, KVSpec] = {}
+        self.known: set[tuple[str, bytes]] = set()  # namespace, spec that it may use
         self.namespaces: dict[str, None] = {}
         self.version = 0  # rises when a spec or namespace is new
         self._numbers: dict[tuple[str, bytes, int], int] = {}
@@ -65,9 +67,19 @@ class Spaces:
         self.queue_adopted: list[bool] = []
         self.class_queues: dict[int, list[int]] = {}  # slot size -> queues with such slots
 
-    def register(self, spec: KVSpec) -> None:
+    def register(self, spec: KVSpec, namespace: str | None = None) -> None:
+        """Keep a spec, for a namespace to use."""
+        if namespace is not None:
+            self.known.add((namespace, spec.digest))
         if spec.digest not in self.specs:
             self.specs[spec.digest] = spec
+            self.version += 1
+
+    def forget_unused(self) -> None:
+        """Drop the specs that no namespace knows: who needs one registers it."""
+        used = {digest for _, digest in self.known}
+        if len(used) < len(self.specs):
+            self.specs = {digest: spec for digest, spec in self.specs.items() if digest in used}
             self.version += 1
 
     def name(self, namespace: str) -> None:
@@ -93,6 +105,7 @@ class Spaces:
             self._queue(namespace, space.classes, True),
         )
         self._numbers[namespace, spec, kind] = number
+        self.known.add((namespace, spec))
         self.by_number.append(space)
         self.name(namespace)
         return space

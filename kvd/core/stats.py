@@ -5,14 +5,12 @@ The law of this module: it reads, and keeps no number of its own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvd.core.counters import as_dict
 from kvd.core.leases import Leases
 from kvd.core.store import Store
-
-if TYPE_CHECKING:
-    from kvd.core.writes import Writes
+from kvd.core.writes import Phase, Writes
 
 
 def stat(
@@ -23,9 +21,28 @@ def stat(
     namespace: str | None,
     moving: dict[str, int],
 ) -> dict[str, Any]:
-    """All sections; of one tenant, or of all (namespace None)."""
+    """All sections; of one tenant, or of all (namespace None). A tenant's has its own counters and
+    gauges, and of the tiers how full they are, for that is what it is refused by."""
     slabs = store.slabs
-    spaces = store.spaces.all()
+    spaces = [s for s in store.spaces.all() if namespace in (None, s.namespace)]
+    if namespace is None:
+        gauges = {
+            "leased_chunks": store.leased_chunks,
+            "active_leases": len(leases.by_number),
+            "active_writes": len(writes.by_number),
+            "writing_bytes": store.writing_bytes,
+            "condemned_bytes": store.condemned_bytes,
+            "held_bytes": store.held_bytes,
+            "pending_touches": len(store.touches),
+            "transient_bytes": store.transient_bytes,
+            **moving,
+        }
+        counters = store.counters.total()
+        sessions = len(store.sessions)
+    else:
+        gauges = _own(leases, writes, namespace)
+        counters = as_dict(store.counters.tenant(namespace))
+        sessions = sum(s.namespace == namespace for s in store.sessions.by_number.values())
     tier = {
         "name": "dram",
         "limit_bytes": store.config.size,
@@ -34,10 +51,10 @@ def stat(
         "chunks": sum(space.chunks for space in spaces),
         "slabs_free": slabs.blanks,
         "reserved_bytes": slabs.open * slabs.size,
-        "condemned_bytes": store.condemned_bytes,
-        "writing_bytes": store.writing_bytes,
+        "condemned_bytes": gauges["condemned_bytes"],
+        "writing_bytes": gauges["writing_bytes"],
         "held_bytes": store.held_bytes,
-        "leased_chunks": store.leased_chunks,
+        "leased_chunks": gauges["leased_chunks"],
         "state": "draining" if store.draining else "ok",
     }
     below = [
@@ -53,7 +70,9 @@ def stat(
         }
         for lower in store.ladder.lowers
     ]
-    if below:
+    if namespace is not None:  # how much others have there is nobody's business
+        below = [{"name": row["name"], "state": row["state"]} for row in below]
+    elif below:
         tier["transient_bytes"] = store.transient_bytes
     names = store.counters.namespaces() if namespace is None else [namespace]
     tenants = {
@@ -70,19 +89,25 @@ def stat(
         "instance": store.config.instance,
         "epoch": store.config.epoch,
         "uptime_s": uptime_ns / 1e9,
-        "sessions": len(store.sessions),
+        "sessions": sessions,
         "tiers": [tier, *below],
-        "counters": {
-            **store.counters.total(),
-            "leased_chunks": store.leased_chunks,
-            "active_leases": len(leases.by_number),
-            "active_writes": len(writes.by_number),
-            "writing_bytes": store.writing_bytes,
-            "condemned_bytes": store.condemned_bytes,
-            "held_bytes": store.held_bytes,
-            "pending_touches": len(store.touches),
-            "transient_bytes": store.transient_bytes,
-            **moving,
-        },
+        "counters": {**counters, **gauges},
         "tenants": tenants,
+    }
+
+
+def _own(leases: Leases, writes: Writes, namespace: str) -> dict[str, int]:
+    """The gauges of one tenant: of its sessions that are open."""
+    held = [lease for lease in leases.by_number.values() if lease.namespace == namespace]
+    rows = {int(row) for lease in held for row in lease.rows}
+    mine = [w for w in writes.by_number.values() if w.session.namespace == namespace]
+    items = [item for write in mine for item in write.items if item is not None]
+    condemned = sum(item.size for item in items if item.phase is Phase.CONDEMNED)
+    writing = sum(item.size for item in items if item.phase in (Phase.OPEN, Phase.EVICTED))
+    return {
+        "leased_chunks": len(rows),
+        "active_leases": len(held),
+        "active_writes": len(mine),
+        "writing_bytes": writing,
+        "condemned_bytes": condemned,
     }

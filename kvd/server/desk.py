@@ -261,7 +261,7 @@ class Desk:
 
         self.ladder.probe(tier, done, PROBE_S)
 
-    def own_stat(self, stat: dict[str, Any]) -> dict[str, Any]:
+    def own_stat(self, stat: dict[str, Any], *, admin: bool) -> dict[str, Any]:
         """The core's answer and what only the server knows."""
         counted = self.counters.snapshot()
         transfers = self.transfers.counters
@@ -272,7 +272,7 @@ class Desk:
         }
         return {
             **stat,
-            "tiers": self.ladder.stat(stat["tiers"]),
+            "tiers": self.ladder.stat(stat["tiers"], admin=admin),
             "version": __version__,
             "pid": os.getpid(),
             "draining": self.draining,
@@ -339,8 +339,9 @@ class _StatStep:
         self.desk = desk
 
     def result(self, result: StatResult) -> None:
-        stat = self.desk.own_stat(result.stat)
-        if self.request.session.grant.admin:
+        admin = self.request.session.grant.admin
+        stat = self.desk.own_stat(result.stat, admin=admin)
+        if admin:
             stat["config"] = shown_settings(self.desk.config)
         self.request.result(StatResult(stat))
 

@@ -78,6 +78,8 @@ class Ladder:
                 "tier %s: %d records taken up in %.2f s",
                 tier.name, len(at), time.monotonic() - begun,
             )  # fmt: skip
+        if self.tiers:
+            core.recovered()
 
     def _recover_later(self, number: int, batches: Iterator[t.Recovered]) -> None:
         """A thread of its own asks, for a server may take its time."""
@@ -209,11 +211,19 @@ class Ladder:
         deadline = time.monotonic_ns() + int(within_s * NS)
         self.tiers[number].submit([t.Probe(token, deadline)])
 
-    def stat(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The core's rows of tiers, with what the tiers say of themselves."""
+    def stat(self, rows: list[dict[str, Any]], *, admin: bool) -> list[dict[str, Any]]:
+        """The core's rows of tiers, with what the tiers say of themselves: to who is no
+        administrator, how full they are and no more."""
         found = list(rows[:1])
         for row, tier in zip(rows[1:], self.tiers, strict=True):
             said = tier.stat()
+            if not admin:
+                full = {
+                    "limit_bytes": said.usage.limit_bytes,
+                    "used_bytes": said.usage.used_bytes,
+                }
+                found.append({**row, **full})
+                continue
             found.append(
                 {
                     **row,

@@ -6,8 +6,9 @@ import random
 from typing import Any
 
 import pytest
-from world import KIB, O, S, World, chain, key, spec
+from world import KIB, Client, O, S, World, chain, key, spec
 
+from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.counters import Counters
 from kvd.core.events import LookupFlag
@@ -112,7 +113,8 @@ def test_totals_are_the_sums_over_tenants() -> None:
     """K131"""
     world = World()
     clients = [world.open(name) for name in ("a", "b", "c")]
-    clients[0].register(ONE)
+    for client in clients:
+        client.register(ONE)
     rng = random.Random(1)
     for _ in range(60):
         client = rng.choice(clients)
@@ -128,6 +130,42 @@ def test_totals_are_the_sums_over_tenants() -> None:
             each = [total(t["counters"][name]) for t in stat["tenants"].values()]
             assert sum(each) == total(stat["counters"][name])
     assert sum(t["chunks"] for t in stat["tenants"].values()) == stat["tiers"][0]["chunks"]
+
+
+def test_a_tenants_stat_is_its_own() -> None:
+    """What it has, leases and writes; how full the tiers are, for that is what it is refused by."""
+    world = World()
+    admin, mine, theirs = world.open(admin=True), world.open("mine"), world.open("theirs")
+    for client in (mine, theirs):
+        client.register(ONE)
+
+    def seen(client: Client) -> Any:
+        stat = world.ask(ev.Stat(client.number, 0)).stat
+        for part in (stat, *stat["tiers"]):
+            for name in ("uptime_s", "used_bytes", "slot_bytes", "slabs_free"):
+                part.pop(name, None)
+        return stat
+
+    mine.store(ONE, chain("p", 2))
+    mine.lease(ONE, chain("p", 2))
+    mine.reserve(ONE, chain("w", 1))
+    mine.reserve(ONE, chain("late", 1), ttl=S // 2)
+    world.advance(S)
+    before = seen(mine)
+    assert before["counters"]["chunks_stored"] == before["tiers"][0]["chunks"] == 2
+    assert before["counters"]["leased_chunks"] == before["tiers"][0]["leased_chunks"] == 2
+    assert before["counters"]["active_leases"] == before["sessions"] == 1
+    assert before["counters"]["active_writes"] == 2
+    assert before["counters"]["writing_bytes"] == before["tiers"][0]["writing_bytes"] == 8 * KIB
+    assert before["counters"]["condemned_bytes"] == 8 * KIB
+    theirs.store(ONE, chain("q", 5))
+    theirs.lease(ONE, chain("q", 3))
+    theirs.reserve(ONE, chain("x", 4))
+    world.open("theirs")
+    assert isinstance(theirs.lookup(spec("unknown"), chain("q", 1)), ac.Fail)
+    assert seen(mine) == before
+    assert set(before["tenants"]) == {"mine"}
+    assert seen(admin)["counters"]["chunks_stored"] == 7
 
 
 def test_counters_only_rise_and_add_up() -> None:

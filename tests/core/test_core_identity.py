@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from world import KIB, O, S, World, chain, fingerprint, key, refs_of, spec
+from world import KIB, Client, O, S, World, chain, fingerprint, key, refs_of, spec
 
-from kvd.chunk import Kind, State
+from kvd.chunk import Kind, KVSpec, State
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.events import LookupFlag
@@ -213,6 +213,7 @@ def test_a_foreign_key_looks_like_a_miss(world: World) -> None:
     one = mine.register(spec())
     keys = chain("p", 3)
     mine.store(one, keys)
+    theirs.register(one)
     looked = theirs.lookup(one, keys, LookupFlag.LEASE | LookupFlag.EVERY)
     assert list(looked.outcomes) == [O.MISS] * 3
     assert theirs.list("chunks") == []
@@ -221,6 +222,40 @@ def test_a_foreign_key_looks_like_a_miss(world: World) -> None:
     assert isinstance(refused, ac.Fail) and refused.code == ErrorCode.AUTH
     assert theirs.store(one, keys) == [O.OK] * 3
     assert mine.lookup(one, keys).leading == 3
+
+
+def test_a_spec_that_another_namespace_uses_is_as_unknown_as_any(world: World) -> None:
+    """Nobody learns which models others run: by use, by a full list, or after a restart."""
+    mine, sibling, theirs = world.open("default"), world.open("default"), world.open("other")
+    one, none = mine.register(spec()), spec("nobody")
+    mine.store(one, chain("p", 3))
+    assert sibling.lookup(one, chain("p", 3)).leading == 3  # what one registers is its namespace's
+
+    def told(client: Client, wanted: KVSpec) -> list[str]:
+        answers = [client.lookup(wanted, chain("p", 1)), client.reserve(wanted, chain("p", 1))]
+        assert all(isinstance(a, ac.Fail) and a.code == ErrorCode.SPEC for a in answers)
+        return [a.message.replace(wanted.digest.hex()[:16], "SPEC") for a in answers]
+
+    assert told(theirs, one) == told(theirs, none)
+    world.restart()
+    mine, theirs = world.open("default"), world.open("other")
+    assert mine.lookup(one, chain("p", 3)).leading == 3  # its chunks were adopted
+    assert told(theirs, one) == told(theirs, none)
+    full = World(max_specs=1)
+    mine, theirs = full.open("default"), full.open("other")
+    mine.register(one)
+    mine.register(one)
+    refused = [full.ask(ev.RegisterSpec(theirs.number, 0, s)) for s in (one, none)]
+    assert refused[0].code == ErrorCode.LIMIT
+    assert refused[0].message == refused[1].message
+
+
+def test_specs_without_chunks_are_not_taken_over(world: World) -> None:
+    client = world.open()
+    one, _ = client.register(spec()), client.register(spec("two"))
+    client.store(one, chain("p", 3))
+    world.restart()
+    assert world.core.specs == [one]
 
 
 def test_kinds_do_not_meet(world: World) -> None:

@@ -33,6 +33,7 @@ def world() -> World:
 def test_rows_of_each_level(world: World) -> None:
     admin = world.open(admin=True)
     foreign = world.open("other")
+    foreign.register(ONE)
     foreign.store(ONE, chain("f", 2))
     (default, other) = admin.list("namespaces")
     assert default == {

@@ -158,6 +158,7 @@ def test_unfinished_writes_wait_for_their_writers_lock() -> None:
     assert {r for r in slots if world.memory[r].state == State.CONDEMNED} == slots
     assert world.tier["condemned_bytes"] == 3 * 8 * KIB == world.tier["used_bytes"]
     client = world.open()
+    client.register(ONE)
     assert client.store(ONE, chain("alive", 3)) == [O.OK] * 3
     for n in range(40):
         client.store(ONE, chain(n, 4))

@@ -455,12 +455,12 @@ class Twin:
                 self.generations[action.record] = action.generation or 0
             else:
                 self.take(action)
-        self.busy_keys.clear()
-        self.followed(after)
         assert not refs
         assert bool(result.write) == any(item is not None for item in items)
         if ended is O.NO_SPACE:
             self._no_room(space, event)
+        self.busy_keys.clear()
+        self.followed(after)
 
     def _granted(
         self,
@@ -539,9 +539,9 @@ class Twin:
                 assert self.hand[action.record] == "ready"
             elif not isinstance(action, ac.Reply):
                 self.take(action)
-        for n in numbers:  # by a commit the writer says that it has stopped, come it too late or not
+        for n in numbers:  # a commit says that the writer has stopped, also one that is too late
             item = write.items[n]
-            assert item is None or item.phase == "done", "a slot was kept from a writer that stopped"
+            assert item is None or item.phase == "done", "a slot is kept for a writer that stopped"
         self._tidy()
 
     def aborted(self, event: ev.Abort, result: Any, actions: list[ac.Action]) -> None:

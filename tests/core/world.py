@@ -219,6 +219,8 @@ class World:
                 self._carry(told)
                 actions += told
             self.core.handle(ev.TierState(n, True, True), self.now)
+        if recover and self.shelves:
+            self.core.recovered()
         return actions
 
     # -- events ---------------------------------------------------------------------------------
