@@ -46,7 +46,7 @@ $(VENV)/.dev: $(VENV)/.made pyproject.toml
 	@touch $@
 
 $(VENV)/.models: $(VENV)/.dev
-	$(PY) -m pip install --quiet '$(TORCH)' 'transformers>=5,<6'
+	$(PY) -m pip install --quiet '$(TORCH)' 'transformers>=5,<6' gguf
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.models

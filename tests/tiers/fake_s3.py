@@ -43,9 +43,14 @@ def error(status: int, code: str, more: str = "", **headers: str) -> Response:
 Hook = Callable[[Request], "Response | str | None"]
 
 
+def _iso(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(unix_s))
+
+
 class FakeS3:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
+        self.modified: dict[str, float] = {}  # unix s, whole: as S3 tells them
         self.uploads: dict[str, dict[int, bytes]] = {}
         self.requests: list[Request] = []
         self.accepts = 0
@@ -210,12 +215,19 @@ class FakeS3:
             parts = self.uploads.pop(r.query["uploadId"][0])
             body = b"".join(parts[n] for n in sorted(parts))
             self.objects[r.key] = body
+            self.modified[r.key] = float(int(time.time()))
             return element("CompleteMultipartUploadResult", "")
         self.objects[r.key] = body
+        self.modified[r.key] = float(int(time.time()))
         return Response(headers={"ETag": etag(body)})
 
+    def _modified(self, key: str) -> float:
+        """When it was put; objects that a test planted are new."""
+        return self.modified.get(key, time.time())
+
     def get(self, r: Request, there: bytes) -> Response:
-        headers = {"ETag": etag(there), "Last-Modified": formatdate(usegmt=True)}
+        modified = formatdate(self._modified(r.key), usegmt=True)
+        headers = {"ETag": etag(there), "Last-Modified": modified}
         if r.headers.get("if-match", etag(there)) != etag(there):
             return error(412, "PreconditionFailed")
         if "range" in r.headers:
@@ -235,7 +247,7 @@ class FakeS3:
         page, more = keys[:most], len(keys) > most
         rows = "".join(
             f"<Contents><Key>{escape(k)}</Key><Size>{len(self.objects[k])}</Size>"
-            f"<LastModified>{time.strftime('%Y-%m-%dT%H:%M:%S.000Z', time.gmtime())}</LastModified>"
+            f"<LastModified>{_iso(self._modified(k))}</LastModified>"
             f"</Contents>"
             for k in page
         )

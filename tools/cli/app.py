@@ -17,6 +17,7 @@ from kvd.tools.cli.settings import config
 from kvd.tools.cli.status import status
 from kvd.tools.cli.tier import tier
 from kvd.tools.cli.units import clean, format_duration
+from kvd.tools.simulate.command import simulate
 from kvd.wire.versions import MAJOR, MINOR
 
 _EPILOG = """\b
@@ -130,5 +131,5 @@ def version(
         output.say(f"daemon    {clean(daemon['version'])} (instance {clean(daemon['instance'])})")
 
 
-for _command in (status, inspect, evict, tier, config, ping, version):
+for _command in (status, inspect, evict, tier, simulate, config, ping, version):
     cli.add_command(_command)

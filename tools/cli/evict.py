@@ -109,8 +109,8 @@ def evict(
         if everything:
             conditions["everything"] = True
         selectors.extend(_pointed(link, conditions, names, prefix, key_prefix))
-    if wide and not dry_run and not yes:
-        _ask(link, selectors)
+    if wide and not dry_run and not yes and not _ask(link, selectors):
+        selectors = []  # nothing fitted; what fits since then was not asked about
     total, error = _carry_out(link, selectors, dry_run)
     missing = max(0, len(set(names)) - total.matched) if error is None else 0
     _report(output, total, error, dry_run, missing)
@@ -144,13 +144,14 @@ def _pointed(
     return [conditions]
 
 
-def _ask(link: Link, selectors: list[Conditions]) -> None:
-    """Show how much would go and ask; a no, or nobody there to ask, evicts nothing."""
+def _ask(link: Link, selectors: list[Conditions]) -> bool:
+    """Show how much would go and ask; a no, or nobody there to ask, evicts nothing. False when
+    there is nothing that could go, and so nothing to ask."""
     total, error = _carry_out(link, selectors, True)
     if error is not None:
         raise error
     if not total.matched:
-        return
+        return False
     spaces = sorted({clean(row["namespace"]) for row in total.named})
     text = f"This evicts {_amount(total.evicted, total.bytes)}"
     text += f" of {', '.join(spaces[:5])}" + (", ..." if len(spaces) > 5 else "") if spaces else ""
@@ -163,6 +164,7 @@ def _ask(link: Link, selectors: list[Conditions]) -> None:
         raise Failed("nothing evicted: nobody there to ask; --yes goes on unasked") from None
     if not sure:
         raise Failed("nothing evicted")
+    return True
 
 
 def _carry_out(
