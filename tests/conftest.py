@@ -81,12 +81,18 @@ def _files() -> dict[int, str]:
 
 
 def _children() -> frozenset[int]:
+    """By the parent that each process names: the kernel's own list of children may lack some
+    while others end."""
     pids: set[int] = set()
-    for task in os.listdir("/proc/self/task"):
-        try:
-            pids.update(map(int, Path(f"/proc/self/task/{task}/children").read_bytes().split()))
-        except (FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
-            continue
+    me = os.getpid()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                stat = Path(f"/proc/{name}/stat").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+                continue
+            if int(stat[stat.rindex(b")") + 1 :].split()[1]) == me:
+                pids.add(int(name))
     return frozenset(pids)
 
 

@@ -31,6 +31,7 @@ __all__ = ["Carrier"]
 log = logging.getLogger(__name__)
 
 _MOVES = frozenset({ev.Reserve, ev.Commit, ev.Load})  # before or behind them a client copies
+_LOAD = int(ev.LookupFlag.LOAD)
 _RECORDS = (ac.AssignSlab, ac.WriteRecord, ac.PatchRecord)
 
 
@@ -82,7 +83,8 @@ class Carrier:
             self._busy = False
 
     def _handle(self, event: Any) -> None:
-        if type(event) in _MOVES:
+        kind = type(event)
+        if kind in _MOVES or (kind is ev.Lookup and event.flags & _LOAD):
             self._transfers.hush()
         try:
             actions = self.core.handle(event, time.monotonic_ns())
