@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvd.core.shares import TenantRules
+
 PAGE = 4096
 SECOND_NS = 1_000_000_000
 MAX_ROWS = 1 << 24  # chunks and cells that the flat arrays can hold at most
@@ -69,6 +71,8 @@ class CoreConfig:
     batch_share: float = 0.02  # of the arena: demoted at a time
     transient_share: float = 0.10  # of the arena: first hits below DRAM
     room_wait_ns: int = SECOND_NS // 20  # that a store waits for demotions before victims drop
+    isolate: bool = True  # tenants have shares; False: one pool
+    tenants: tuple[tuple[str, TenantRules], ...] = ()  # at the start; see SetTenant
 
     @property
     def records_per_slab(self) -> int:

@@ -95,6 +95,7 @@ class Core:
             ev.OpenSession: self._open_session,
             ev.CloseSession: self._close_session,
             ev.LockFreed: self._lock_freed,
+            ev.SetTenant: lambda e: self._store.shares.set(e.namespace, e.rules),
             ev.RegisterSpec: self._register,
             ev.Reserve: self._reserve,
             ev.Commit: self._commit,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from kvd.chunk import ChunkHeader, KVSpec
+from kvd.core.shares import TenantRules
 
 HASH_BYTES = 32
 FINGERPRINT_BYTES = 16
@@ -61,6 +62,13 @@ class LockFreed(NamedTuple):
     Also sent for sessions of an earlier life of the daemon (see Adoption)."""
 
     public_id: bytes
+
+
+class SetTenant(NamedTuple):
+    """What a tenant may have, from now on; None: what one has without rules."""
+
+    namespace: str
+    rules: TenantRules | None
 
 
 # -- requests -----------------------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
 The law of this module: only a leaf goes, and only one that is neither leased, nor being written,
 nor relied on by a request in progress, nor possibly read since before a restart. What can be in no
-leading run goes first: chunks in quarantine, and what hangs under a hole. The policy only says in
-which order the others go. NO_SPACE means that every candidate was looked at.
+leading run goes first: chunks in quarantine, and what hangs under a hole. Whose chunk goes is
+decided before which (kvd.core.shares); the policy only says in which order that tenant's others go.
+NO_SPACE means that every candidate was looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from itertools import islice
 
@@ -17,6 +18,7 @@ from kvd.core.actions import AssignSlab
 from kvd.core.columns import NONE
 from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.reclass import Reclass
+from kvd.core.shares import NOBODY
 from kvd.core.store import TOUCH_SLICE, Store
 
 _SKIPS = 64  # candidates that are passed over at a time, and then put behind the others
@@ -25,6 +27,7 @@ _FEW = 64
 _SWEEP = 256
 _SCAN = 1024  # rows looked at where a policy fails
 _WAITS = 8  # times that one slot waits for slabs to be emptied
+NO_ROOM, OVER_MAXIMUM = -1, -2  # what `slot` answers instead of a record
 
 
 class Found(Enum):
@@ -52,27 +55,39 @@ class Evictions:
         self._under: dict[int, tuple[int, bytes, int, bytes]] = {}
         # with tiers below: whether demotions will free slots of a class, and when to stop waiting
         self.coming: Callable[[int], bool] = lambda size: False
+        # the same for a tenant that is at its maximum: whether it is being thinned out
+        self.thinning: Callable[[int, int], bool] = lambda size, tenant: False
         self.settled: Callable[[int], bool] = self._clean  # it is where it would be demoted to
         self.lost: Callable[[int], None] = lambda row: None  # a chunk goes and is nowhere below
 
-    def slot(self, size: int) -> Work[int]:
-        """A slot of a class, taken, as a record number; -1 if nothing can make room now."""
+    def slot(self, size: int, tenant: int = NOBODY) -> Work[int]:
+        """A slot of a class, taken for a tenant, as a record number; NO_ROOM if nothing can make
+        room now, OVER_MAXIMUM if it is the tenant's maximum that can't be kept otherwise."""
         store, slabs = self._store, self._store.slabs
         search, waits, until = Search(), 0, 0
         while True:
-            record = slabs.take(size)
+            if store.shares.isolate and store.shares.dram.full(tenant, size):
+                kept = yield from self._keep_maximum(size, tenant)
+                if not kept:
+                    return OVER_MAXIMUM
+            record = slabs.take(size, tenant)
             if record >= 0:
                 return record
             if self._take_slab(size):
                 continue
             store.apply_touches(TOUCH_SLICE)
             store.sweep(_SWEEP)  # who has only husks below is a leaf
-            if self.reclass.due(size) and self.reclass.start(size, must=False):
+            owed = self._owed(size, tenant)
+            if self.reclass.due(size) and self.reclass.start(size, tenant, must=owed):
                 search = Search()
-                record = slabs.take(size)
+                record = slabs.take(size, tenant)
                 if record >= 0:
                     return record
-            if store.layered and self._drop_clean(size):
+            if owed and self.reclass.active(size) and waits < _WAITS:
+                waits += 1
+                yield Pause.ROOM
+                continue
+            if store.layered and self._drop_clean(size, tenant):
                 continue
             if self.coming(size) and (not until or store.now < until):
                 if not until:
@@ -81,7 +96,7 @@ class Evictions:
                 yield Pause.DEMOTION
                 search = Search()
                 continue
-            found = self.evict_one(size, search)
+            found = self.evict_one(size, search, tenant)
             if found is Found.DONE:
                 self.reclass.evicted(size)
                 spent(store)
@@ -92,8 +107,49 @@ class Evictions:
                 waits += 1
                 yield Pause.ROOM
                 search = Search()
-            elif waits >= _WAITS or not self.reclass.start(size, must=True):
-                return -1
+            elif waits >= _WAITS or not self.reclass.start(size, tenant, must=True):
+                return NO_ROOM
+
+    def _keep_maximum(self, size: int, tenant: int) -> Work[bool]:
+        """Evict the tenant's own until a slot more keeps to its maximum; False if that can't be."""
+        store = self._store
+        until = 0
+        search = Search()
+        use = store.shares.dram
+        while use.full(tenant, size):
+            if size > use.maximum[tenant]:
+                return False
+            store.apply_touches(TOUCH_SLICE)
+            if store.layered and (not until or store.now < until):
+                if self.thinning(size, tenant):
+                    if not until:
+                        until = store.now + store.config.room_wait_ns
+                        store.timers.add(until, "room", store.handle())
+                    yield Pause.DEMOTION
+                    search = Search()
+                    continue
+            found = self.evict_one(None, search, tenant, own=True)
+            if found is Found.NOTHING:
+                return False
+            if spent(store, 1 if found is Found.DONE else 10):
+                yield Pause.SLICE
+        return True
+
+    def _owed(self, size: int, tenant: int) -> bool:
+        """Whether somebody should give room to the tenant who has nothing of this class to give."""
+        store = self._store
+        if not store.shares.isolate or tenant == NOBODY or len(store.shares.names) < 3:
+            return False
+        use = store.shares.dram
+        here = {store.spaces.queue_tenants[q] for q in self._queues(size) if store.residents[q]}
+        others = {
+            owner
+            for queue, owner in enumerate(store.spaces.queue_tenants)
+            if owner not in here and store.residents[queue]
+        }
+        if not others:
+            return False
+        return use.victim({*here, *others, tenant}, tenant, size) in others - {tenant}
 
     def _take_slab(self, size: int) -> bool:
         """Give the class a slab with nothing in it, if there is one that can be."""
@@ -125,16 +181,21 @@ class Evictions:
             return False
         return not (store.hold and store.cells.marks[chunks.cell[row]] & col.ADOPTED)
 
-    def evict_one(self, size: int, search: Search) -> Found:
-        """Remove the chunk with slots of this class that is worth least."""
-        found, row, reason = self.choose(size, search)
+    def evict_one(
+        self, size: int | None, search: Search, by: int = NOBODY, *, own: bool = False
+    ) -> Found:
+        """Remove the chunk with slots of this class (None: of any) that is worth least. `by`: who
+        needs room; `own`: of its own only."""
+        found, row, reason = self.choose(size, search, by, own=own)
         if found is Found.DONE:
-            self.remove(row, reason)
+            self.remove(row, reason, by)
         return found
 
-    def remove(self, row: int, reason: str) -> None:
+    def remove(self, row: int, reason: str, by: int = NOBODY) -> None:
         """Drop a chunk that was chosen. If a tier below has all of it, it was demoted."""
         store = self._store
+        if reason != "quarantine":
+            store.evicts(row, by, store.shares.dram)
         if reason == "capacity" and store.layered:
             if self._clean(row):
                 reason = "demoted"
@@ -147,37 +208,58 @@ class Evictions:
         ladder = self._store.ladder
         return any(low.readable and ladder.holds(low, row) for low in ladder.lowers)
 
-    def _drop_clean(self, size: int) -> bool:
+    def _drop_clean(self, size: int, by: int) -> bool:
         """Drop something cold that a tier below has already."""
         store = self._store
         if not store.ladder.readable:
             return False
+        queues = [queue for queue in self._queues(size) if store.residents[queue]]
         try:
-            for queue in self._queues(size):
-                if not store.residents[queue]:
-                    continue
+            for queue in self._givers(queues, by, size):
                 for n, row in enumerate(store.policy.victims(queue, store.now)):
                     if n >= _SKIPS:
                         break
                     if store.chunks.below[row] and self.legal(row) and self.settled(row):
+                        store.evicts(row, by, store.shares.dram)
                         store.drop(row, "demoted", evicted=True)
                         return True
         except Exception:  # noqa: BLE001 - counted; then others go
             store.counters.own["policy_errors", ""] += 1
         return False
 
-    def _queues(self, size: int) -> list[int]:
+    def _queues(self, size: int | None) -> list[int]:
         store = self._store
+        every = range(len(store.residents)) if size is None else store.spaces.class_queues.get(size)
         return [
             q
-            for q in store.spaces.class_queues.get(size, ())
+            for q in every or ()
             if not (store.hold and store.spaces.queue_adopted[q])
         ]
 
-    def choose(self, size: int, search: Search) -> tuple[Found, int, str]:
+    def allowed(self, queue: int, by: int) -> bool:
+        """Whether this queue's tenant may lose a chunk for want of room of another."""
+        shares = self._store.shares
+        owner = self._store.spaces.queue_tenants[queue]
+        return owner == by or not shares.isolate or shares.dram.above(owner)
+
+    def _givers(self, queues: list[int], by: int, size: int) -> list[int]:
+        """Those of the queues that belong to the tenant whose turn it is to give."""
+        shares, owners = self._store.shares, self._store.spaces.queue_tenants
+        if not shares.isolate or not queues:
+            return queues
+        giver = shares.dram.victim({owners[queue] for queue in queues}, by, size)
+        return [queue for queue in queues if owners[queue] == giver]
+
+    def choose(
+        self, size: int | None, search: Search, by: int = NOBODY, *, own: bool = False
+    ) -> tuple[Found, int, str]:
         """The chunk with slots of this class that is worth least, and the reason to drop it."""
         store = self._store
-        queues = self._queues(size)
+        everyone = self._queues(size)
+        if own:
+            owners = store.spaces.queue_tenants
+            everyone = [queue for queue in everyone if owners[queue] == by]
+        queues = [queue for queue in everyone if self.allowed(queue, by)]
         for queue in queues:
             for row in store.bad[queue]:
                 if not store.chunks.leases[row] and row not in store.pinned:
@@ -190,7 +272,8 @@ class Evictions:
             for row in islice(reversed(store.lost[queue]), _SKIPS):
                 if self.legal(row):
                     return Found.DONE, row, "lost"
-        queue = self._coldest(queues, search)
+        left = [queue for queue in everyone if self._left(queue, search)]
+        queue = self._coldest(left if own else self._givers(left, by, size or 0), search)
         if queue < 0:
             if not store.policy_failed or search.failing:
                 return Found.NOTHING, NONE, ""
@@ -202,14 +285,17 @@ class Evictions:
             return Found.AGAIN, NONE, ""
         return Found.DONE, row, "capacity"
 
-    def _coldest(self, queues: list[int], search: Search) -> int:
+    def _left(self, queue: int, search: Search) -> bool:
+        """Whether a queue has candidates that were not passed over."""
+        store = self._store
+        count = store.chunks.used if search.failing else store.residents[queue]
+        return bool(store.residents[queue]) and search.passed.get(queue, 0) < count
+
+    def _coldest(self, queues: Iterable[int], search: Search) -> int:
         """The queue to take from among those that have candidates left, or -1."""
         store = self._store
         best, least = -1, 0.0
         for queue in queues:
-            count = store.chunks.used if search.failing else store.residents[queue]
-            if not store.residents[queue] or search.passed.get(queue, 0) >= count:
-                continue
             cold: float | None = None
             if not search.failing:
                 try:

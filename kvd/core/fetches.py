@@ -136,7 +136,7 @@ class Fetches:
         if not stays and store.transient_bytes + size <= store.config.transient_cap:
             fetch.transient = size
             store.transient_bytes += size
-        record = yield from self._evictions.slot(size)
+        record = yield from self._evictions.slot(size, space.tenant)
         self._starting[lower.number] -= 1
         fetch.record = record
         if record < 0:

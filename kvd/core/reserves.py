@@ -17,7 +17,7 @@ from kvd.core import columns as col
 from kvd.core.actions import ReserveResult
 from kvd.core.columns import NONE
 from kvd.core.config import SECOND_NS
-from kvd.core.evictions import Evictions
+from kvd.core.evictions import OVER_MAXIMUM, Evictions
 from kvd.core.jobs import Pause, Work, spent
 from kvd.core.sessions import Session
 from kvd.core.spaces import Space
@@ -299,9 +299,10 @@ class Reserves:
             return Outcome.DEADLINE
         if session.write_bytes + size > store.config.write_cap:
             return Outcome.OVER_QUOTA
-        record = yield from self._evictions.slot(size)
+        tenant = write.space.tenant
+        record = yield from self._evictions.slot(size, tenant)
         if record < 0:
-            return Outcome.NO_SPACE
+            return Outcome.OVER_QUOTA if record == OVER_MAXIMUM else Outcome.NO_SPACE
         outcome = self._state(row, shard)
         if session.closed:
             outcome = Outcome.NO_SPACE

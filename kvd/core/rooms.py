@@ -2,8 +2,9 @@
 
 The law of this module: the tier itself says when it is full, and what would help; which chunks go
 is decided by the tier's own policy among those that may: not leased, not in anybody's hands, and,
-if this is the last copy, a leaf. What was chosen is invisible at once and deleted then. Who waits
-for room tries again when the deletions are done, or learns that there will be none.
+if this is the last copy, a leaf; and among the chunks of the tenant whose turn it is. What was
+chosen is invisible at once and deleted then. Who waits for room tries again when the deletions are
+done, or learns that there will be none.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvd.core.columns import NONE
 from kvd.core.fetches import Fetches
 from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.lower import READY, Lower, TierJob
+from kvd.core.shares import NOBODY
 from kvd.core.store import Store
 
 _BATCH = 32  # chunks deleted at a time, at most
@@ -38,33 +40,42 @@ class Rooms:
         self._running: set[tuple[int, int]] = set()
 
     def wait(
-        self, lower: Lower, size: int, move: object, cell: int, empty: tuple[int, ...]
+        self,
+        lower: Lower,
+        size: int,
+        move: object,
+        cell: int,
+        empty: tuple[int, ...],
+        by: int = NOBODY,
     ) -> None:
         """A write found no room: it tries again when some was made."""
         place = (lower.number, size)
         self._waiting.setdefault(place, deque()).append((move, cell))
-        self.make(lower, size, empty)
+        self.make(lower, size, empty, by)
 
-    def make(self, lower: Lower, size: int, empty: tuple[int, ...]) -> None:
-        """Delete some chunks of a tier with shards of this class, or those at the places named."""
+    def make(self, lower: Lower, size: int, empty: tuple[int, ...], by: int = NOBODY) -> None:
+        """Delete some chunks of a tier with shards of this class, or those at the places named, for
+        a tenant."""
         place = (lower.number, size)
         if place not in self._running and not self._deleting.get(place):
             self._running.add(place)
-            self._jobs.start(self._make(lower, size, empty))
+            self._jobs.start(self._make(lower, size, empty, by))
 
-    def _make(self, lower: Lower, size: int, empty: tuple[int, ...]) -> Work[None]:
+    def _make(self, lower: Lower, size: int, empty: tuple[int, ...], by: int) -> Work[None]:
         store = self._store
         place = (lower.number, size)
         count = max(1, min(_BATCH, lower.chunks // _PART))
         before = lower.chunks
         if empty:
-            yield from self._empty(lower, size, empty)
+            yield from self._empty(lower, size, empty, by)
+            empty = () if lower.chunks == before else empty
         passed: dict[int, int] = {}
         while not empty and count > 0:
-            row = self._pick(lower, size, passed)
+            row = self._pick(lower, size, passed, by)
             if row is None:
                 break
             if row != NONE:
+                store.evicts(row, by, lower.use)
                 self.drop(lower, row, "capacity", place)
                 count -= 1
             if spent(store, 5):
@@ -73,7 +84,7 @@ class Rooms:
         if not self._deleting.get(place):
             self._answer(place, room=lower.chunks < before)
 
-    def _empty(self, lower: Lower, size: int, empty: tuple[int, ...]) -> Work[None]:
+    def _empty(self, lower: Lower, size: int, empty: tuple[int, ...], by: int) -> Work[None]:
         """Delete what lies at the places that the tier named, as far as it may go."""
         store = self._store
         wanted = np.array(empty, np.uint64)
@@ -85,10 +96,31 @@ class Rooms:
             )
             for cell in (found + begin).tolist():
                 row = store.cells.chunk[cell]
-                if lower.count[row] and self.legal(lower, row):
+                if lower.count[row] and self.legal(lower, row) and self._allowed(lower, row, by):
+                    store.evicts(row, by, lower.use)
                     self.drop(lower, row, "capacity", (lower.number, size))
             if spent(store, 50):
                 yield Pause.SLICE
+
+    def _allowed(self, lower: Lower, row: int, by: int) -> bool:
+        """Whether the chunk's tenant may lose it for want of room of another."""
+        shares, tenant = self._store.shares, self._store.tenant(row)
+        return tenant == by or not shares.isolate or lower.use.above(tenant)
+
+    def fit(self, lower: Lower, tenant: int, size: int, nbytes: int) -> bool:
+        """Delete the tenant's own coldest chunks of a class until so much more keeps to its maximum
+        in the tier. False if that can't be done at once."""
+        store, use = self._store, lower.use
+        passed: dict[int, int] = {}
+        looks = _BATCH
+        while store.shares.isolate and use.full(tenant, use.coming[tenant] + nbytes):
+            looks -= 1
+            row = self._pick(lower, size, passed, tenant, own=True) if looks else None
+            if row is None:
+                return False
+            if row != NONE:
+                self.drop(lower, row, "quota")
+        return True
 
     def legal(self, lower: Lower, row: int) -> bool:
         """Whether the chunk may leave the tier now."""
@@ -97,15 +129,30 @@ class Rooms:
             return False
         return bool(chunks.child[row] == NONE) or store.ladder.elsewhere(lower, row)
 
-    def _pick(self, lower: Lower, size: int, passed: dict[int, int]) -> int | None:
+    def _queues(
+        self, lower: Lower, size: int, passed: dict[int, int], by: int, own: bool
+    ) -> list[int]:
+        """Queues with candidates left of the tenant whose turn it is."""
+        store, shares = self._store, self._store.shares
+        owners = store.spaces.queue_tenants
+        left = [
+            queue
+            for queue in store.spaces.class_queues.get(size, ())
+            if passed.get(queue, 0) < lower.residents.get(queue, 0)
+        ]
+        if not own and (not shares.isolate or not left):
+            return left
+        giver = by if own else lower.use.victim({owners[queue] for queue in left}, by, size)
+        return [queue for queue in left if owners[queue] == giver]
+
+    def _pick(
+        self, lower: Lower, size: int, passed: dict[int, int], by: int, *, own: bool = False
+    ) -> int | None:
         """The chunk that goes next; NONE after some that may not; None if there is none."""
         store = self._store
         best, least = -1, 0.0
         try:
-            for queue in store.spaces.class_queues.get(size, ()):
-                count = lower.residents.get(queue, 0)
-                if not count or passed.get(queue, 0) >= count:
-                    continue
+            for queue in self._queues(lower, size, passed, by, own):
                 cold = lower.policy.coldness(queue, store.now)
                 if cold is not None and (best < 0 or cold < least):
                     best, least = queue, cold

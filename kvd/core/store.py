@@ -24,6 +24,7 @@ from kvd.core.counters import Counters
 from kvd.core.index import Index
 from kvd.core.lower import Ladder
 from kvd.core.sessions import Sessions
+from kvd.core.shares import Shares, TierUse
 from kvd.core.slabs import DETACHED, Slabs
 from kvd.core.spaces import Space, Spaces
 from kvd.core.timers import Timers
@@ -41,9 +42,14 @@ class Store:
         self.policy = policy
         self.chunks = Chunks(config.rows)
         self.cells = Cells(config.rows)
-        self.slabs = Slabs(config)
+        self.shares = Shares(
+            config.isolate,
+            [("dram", config.size), *((tier.name, tier.limit) for tier in config.tiers)],
+            dict(config.tenants),
+        )
+        self.slabs = Slabs(config, self.shares)
         self.index = Index(self.chunks, config.seed)
-        self.spaces = Spaces(self.index)
+        self.spaces = Spaces(self.index, self.shares)
         self.sessions = Sessions()
         self.counters = Counters()
         self.timers = Timers()
@@ -207,6 +213,23 @@ class Store:
             chunks.kids[parent] += 1 if here else -1
         if changed & col.ALONE:
             self.spaces.of(chunks.space[row]).alone += 1 if alone else -1
+
+    def tenant(self, row: int) -> int:
+        """Whose the chunk is."""
+        return self.spaces.of(self.chunks.space[row]).tenant
+
+    def evicts(self, row: int, by: int, tier: TierUse) -> None:
+        """A tenant is about to lose a chunk, for want of room of another (NOBODY: of none)."""
+        tenant = self.tenant(row)
+        if tenant == by:
+            return
+        label = "dram" if tier is self.shares.dram else "below"
+        counts = self.counters.tenant(self.shares.names[tenant])
+        counts["evictions_suffered", label] += 1
+        if tier.use[tenant] <= tier.minimum[tenant]:
+            counts["evictions_below_minimum", label] += 1
+        if by:
+            self.counters.tenant(self.shares.names[by])["evictions_inflicted", label] += 1
 
     def queue(self, row: int) -> int:
         """The policy's queue of a chunk."""

@@ -142,6 +142,33 @@ _ALL = (
         ),
         tenant=True,
     ),
+    Metric(
+        "evictions_suffered",
+        _C,
+        "chunks",
+        "Chunks that the tenant lost for want of another's room, in DRAM or in a tier below.",
+        "where",
+        ("dram", "below"),
+        tenant=True,
+    ),
+    Metric(
+        "evictions_inflicted",
+        _C,
+        "chunks",
+        "Chunks that others lost for this tenant's room.",
+        "where",
+        ("dram", "below"),
+        tenant=True,
+    ),
+    Metric(
+        "evictions_below_minimum",
+        _C,
+        "chunks",
+        "Of evictions_suffered, those while the tenant had no more than its minimum. Always 0.",
+        "where",
+        ("dram", "below"),
+        tenant=True,
+    ),
     Metric("bytes_evicted", _C, "bytes", "Payload bytes of chunks evicted.", tenant=True),
     Metric("leases_given", _C, "leases", "Leases given by lookups.", tenant=True),
     Metric(
@@ -247,7 +274,8 @@ _ALL = (
         "chunks",
         "Chunks on their way down, by how it ended. written, present (it was there already); or "
         "dropped without: off (no tier takes writes), unwanted (by the tier's write policy), "
-        "no_time (a store could not wait), and what the tier answered.",
+        "no_time (a store could not wait), over_quota (its tenant has its maximum there), and what "
+        "the tier answered.",
         "result",
         (
             "written",
@@ -255,6 +283,7 @@ _ALL = (
             "off",
             "unwanted",
             "no_time",
+            "over_quota",
             "no_space",
             "too_large",
             "corrupt",
@@ -285,7 +314,7 @@ _ALL = (
         "chunks",
         "Chunks removed from a tier below, by reason.",
         "reason",
-        ("capacity", "command", "quarantine"),
+        ("capacity", "quota", "command", "quarantine"),
         tenant=True,
     ),
     Metric(
