@@ -158,6 +158,7 @@ class Link:
                 settings.token,
                 settings.expected_instance,
                 settings.map_memory,
+                settings.namespace,
             )
             with short_address(attach_path(settings.socket)) as address:
                 sock.connect(address)
@@ -269,6 +270,7 @@ class Link:
             settings.expected_instance,
             settings.group if remote else None,
             settings.token if remote else None,
+            settings.namespace if remote else None,
         )
         frame = encode_frame(
             Op.HELLO,

@@ -38,6 +38,8 @@ class Settings(NamedTuple):
     map_memory: bool
     curve: Curve | None
     trace: Callable[[], Trace] | None
+    public: bool = False  # lookups go on in the namespace `public`
+    namespace: str | None = None  # `public`, to write there
 
     @property
     def where(self) -> str:

@@ -38,6 +38,7 @@ from kvd.core.writes import Write, Writes
 from kvd.errors import (
     AuthError,
     BadKey,
+    Busy,
     ErrorCode,
     InternalError,
     KvdError,
@@ -407,7 +408,10 @@ class Core:
         key = ("requests_refused", error.code.name.lower())
         if key in self._store.counters.own:
             self._store.counters.own[key] += 1
-        self._store.out.append(ac.Fail(event.session, event.request, error.code, str(error)))
+        retry_ns = int(error.retry_after_s * 1e9) if isinstance(error, Busy) else 0
+        self._store.out.append(
+            ac.Fail(event.session, event.request, error.code, str(error), retry_ns)
+        )
 
     def _give_up(self, event: Any, error: Exception) -> None:
         """Answer a request that met a fault, unless it was answered before."""

@@ -230,11 +230,7 @@ class Evictions:
     def _queues(self, size: int | None) -> list[int]:
         store = self._store
         every = range(len(store.residents)) if size is None else store.spaces.class_queues.get(size)
-        return [
-            q
-            for q in every or ()
-            if not (store.hold and store.spaces.queue_adopted[q])
-        ]
+        return [q for q in every or () if not (store.hold and store.spaces.queue_adopted[q])]
 
     def allowed(self, queue: int, by: int) -> bool:
         """Whether this queue's tenant may lose a chunk for want of room of another."""

@@ -22,6 +22,7 @@ from kvd.errors import ArenaError, ConfigError, SpecError
 from kvd.eviction.lru import Lru
 from kvd.server.config import Config
 from kvd.server.counters import Counters
+from kvd.server.tenantrules import Tenant
 
 __all__ = ["Opened", "SpecRegistry", "check_arena_path", "open_core"]
 
@@ -82,7 +83,12 @@ def check_arena_path(config: Config) -> None:
     )
 
 
-def core_config(config: Config, arena: ArenaOwner, tiers: Sequence[TierConfig] = ()) -> CoreConfig:
+def core_config(
+    config: Config,
+    arena: ArenaOwner,
+    tiers: Sequence[TierConfig] = (),
+    tenants: Sequence[Tenant] = (),
+) -> CoreConfig:
     return CoreConfig(
         instance=config.instance,
         epoch=arena.epoch,
@@ -103,6 +109,8 @@ def core_config(config: Config, arena: ArenaOwner, tiers: Sequence[TierConfig] =
         low=config.watermarks[1],
         transient_share=config.transient_share,
         room_wait_ns=int(config.room_wait_s * NS),
+        isolate=config.isolation,
+        tenants=tuple((tenant.name, tenant.rules) for tenant in tenants),
     )
 
 
@@ -112,10 +120,11 @@ def open_core(
     namespaces: Sequence[str],
     counters: Counters,
     tiers: Sequence[TierConfig] = (),
+    tenants: Sequence[Tenant] = (),
 ) -> Opened:
     """A core over the arena, with what was adopted in it."""
     begun = time.monotonic()
-    core = Core(core_config(config, arena, tiers), Lru)
+    core = Core(core_config(config, arena, tiers, tenants), Lru)
     core.ask_room(arena.reserve_records)
     core.grow(arena.reserved)
     registry = SpecRegistry(arena, core, counters)

@@ -17,6 +17,7 @@ import zmq
 from kvd.chunk import KVSpec
 from kvd.core import events as ev
 from kvd.errors import (
+    Busy,
     DeadlineExceeded,
     ErrorCode,
     KvdError,
@@ -118,6 +119,8 @@ class DispatchHost(Protocol):
 
     def tier(self, request: Request, message: m.Tier) -> None: ...
 
+    def tenant(self, request: Request, message: m.Tenant) -> None: ...
+
     def end(self, session: Session, why: str) -> None: ...
 
 
@@ -151,6 +154,7 @@ class Dispatcher:
             m.Get: self._get,
             m.Stat: self._stat,
             m.Tier: self._tier,
+            m.Tenant: self._tenant,
             m.Hello: self._hello,
         }
 
@@ -237,7 +241,8 @@ class Dispatcher:
         except KvdError as refused:
             if isinstance(refused, ProtocolError | LimitExceeded):
                 self._counters.reason("malformed", refused.code.name.lower())
-            request.fail(refused.code, str(refused))
+            retry_s = refused.retry_after_s if isinstance(refused, Busy) else 0.0
+            request.fail(refused.code, str(refused), int(retry_s * 1e9))
         except Exception as error:  # the boundary of a request: it is answered, the loop goes on
             log.exception("fault in operation %d of session %d", frame.op, session.number)
             self._counters.reason("faults", "request")
@@ -287,6 +292,9 @@ class Dispatcher:
 
     def _tier(self, request: Request, message: m.Tier) -> None:
         self._host.tier(request, message)
+
+    def _tenant(self, request: Request, message: m.Tenant) -> None:
+        self._host.tenant(request, message)
 
     def _wait(self, request: Request, message: m.Wait) -> None:
         deadline = time.monotonic_ns() + message.timeout_ns

@@ -19,7 +19,6 @@ import zmq
 from kvd.arena import ArenaOwner
 from kvd.core import events as ev
 from kvd.errors import ConfigError
-from kvd.server.access import Access
 from kvd.server.adoption import check_arena_path, open_core
 from kvd.server.attach import AttachServer
 from kvd.server.carry import Carrier
@@ -37,6 +36,7 @@ from kvd.server.respond import Responder, new_router
 from kvd.server.sessions import Sessions
 from kvd.server.sizes import format_size
 from kvd.server.tcp import TcpEndpoint, TcpKeys, read_clients, read_secret_key
+from kvd.server.tenancy import Tenancy, open_access, open_registry
 from kvd.server.tiers import plan_tiers
 from kvd.server.transfers import Job, Transfers
 from kvd.wire import DEFAULT_LIMITS, Limits
@@ -85,7 +85,8 @@ class Server:
     def _startup(self) -> None:
         config, undo = self.config, self._undo
         _raise_descriptor_limit()
-        access = Access(config.namespaces, config.admin_uids, config.admin_gid)
+        registry = open_registry(config)
+        access = open_access(config, registry)
         keys = _tcp_keys(config)
         plans = plan_tiers(config)
         self.endpoint = Endpoint(config.socket)
@@ -121,6 +122,7 @@ class Server:
             access.namespaces + self.tcp_namespaces(keys),
             self.counters,
             [plan.config for plan in plans],
+            registry.tenants(),
         )
         self.carrier = Carrier(opened.core, self.arena, self.transfers, self.counters, self.ladder)
         self.carrier.run(opened.actions)
@@ -139,6 +141,7 @@ class Server:
         responder = Responder(
             self.arena.epoch, self.counters, lambda session, why: self.desk.lost(session, why)
         )
+        self.tenancy = Tenancy(registry, access, self.tcp)
         self.desk = Desk(
             config=config,
             access=access,
@@ -150,9 +153,11 @@ class Server:
             lockwatch=self.lockwatch,
             loop=self.loop,
             registry=opened.registry,
+            tenancy=self.tenancy,
             sessions=self.sessions,
             transfers=self.transfers,
         )
+        self.tenancy.host = self.desk
         inline = Inline(self.desk, self.arena, responder, limits)
         self.dispatcher = Dispatcher(
             self.desk,

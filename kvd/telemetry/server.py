@@ -57,7 +57,7 @@ _ALL = (
         "sessions",
         "Sessions that ended, by what ended them.",
         "reason",
-        ("bye", "process", "connection", "full", "unreachable", "lock", "shutdown"),
+        ("bye", "process", "connection", "full", "unreachable", "lock", "removed", "shutdown"),
     ),
     Metric("registry_failures", _C, "writes", "Specs that a restart may not know any more."),
     Metric(

@@ -30,6 +30,7 @@ class Op(IntEnum):
     GET = 17
     BYE = 18
     TIER = 19  # from 1.1
+    TENANT = 22  # from 1.2
 
 
 class FrameFlag(IntFlag):
@@ -49,6 +50,7 @@ class LookupFlag(IntFlag):
     LOAD = 2  # with LEASE: also start a transfer of what was leased
     RESERVE_MISSES = 4  # also reserve what follows the leading run (needs fingerprints)
     EVERY = 8  # look at every key; without it the keys after the first miss are SKIPPED
+    PUBLIC = 16  # from 1.2: keys that are missing may be those of the namespace `public`
 
 
 class GetFlag(IntFlag):
@@ -56,3 +58,4 @@ class GetFlag(IntFlag):
 
     NONE = 0
     EVERY = 8  # deliver every hit; without it only those of the leading run
+    PUBLIC = 16  # from 1.2: as for a lookup

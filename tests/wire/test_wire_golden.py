@@ -11,7 +11,7 @@ import msgpack
 import pytest
 import wire_vectors as vectors
 
-from kvd.errors import ProtocolError
+from kvd.errors import Busy, ProtocolError
 from kvd.wire import HEADER_BYTES, Frame, decode_frame
 from kvd.wire import messages as m
 from kvd.wire.attach import decode_attach, decode_attach_reply
@@ -31,6 +31,25 @@ def test_what_a_minor_version_added_is_what_it_was_on_its_first_day() -> None:
         assert m.decode_request(m.OP_OF[type(request)], body) == request
     for name, (op, message) in vectors.REPLIES_1_1.items():
         assert m.decode_reply(op, bytes.fromhex(golden["replies"][name])) == message
+
+
+def test_what_tenants_added_is_what_it_was_on_its_first_day() -> None:
+    golden = json.loads(Path(__file__).with_name("golden_tenants.json").read_text())
+    assert vectors.vectors_tenants() == golden
+    for name, request in vectors.REQUESTS_TENANTS.items():
+        body = bytes.fromhex(golden["requests"][name])
+        assert m.decode_request(m.OP_OF[type(request)], body) == request
+    for name, (op, message) in vectors.REPLIES_TENANTS.items():
+        assert m.decode_reply(op, bytes.fromhex(golden["replies"][name])) == message
+    assert decode_attach(bytes.fromhex(golden["attach"])).namespace == "public"
+    busy = m.decode_error(bytes.fromhex(golden["busy"]))
+    assert isinstance(busy, Busy) and busy.retry_after_s == 1.5e-6
+
+
+def test_an_older_peer_reads_an_error_without_when_to_ask_again() -> None:
+    fields = msgpack.unpackb(m.encode_error(15, "too fast", 1500))
+    busy = m.decode_error(msgpack.packb(fields[:2]))
+    assert isinstance(busy, Busy) and busy.retry_after_s == 0
 
 
 def test_a_lookup_answer_of_1_0_and_one_of_1_1_are_both_understood() -> None:

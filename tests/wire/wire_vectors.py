@@ -10,6 +10,7 @@ import json
 import sys
 from typing import Any
 
+from kvd.errors import ErrorCode
 from kvd.wire import DEFAULT_LIMITS, FrameFlag, Op, Trace, encode_frame
 from kvd.wire import messages as m
 from kvd.wire.attach import (
@@ -170,6 +171,28 @@ def vectors_1_1() -> dict[str, Any]:
     }
 
 
+# What tenants added, in 1.2: `golden_tenants.json`.
+REQUESTS_TENANTS: dict[str, m.Request] = {
+    "tenant": m.Tenant("set", "Büro \u2603", {"dram": {"min": "25%", "max": 4096}, "public": True}),
+    "hello": m.Hello("c", (), 5, None, None, b"token", "public"),
+}
+REPLIES_TENANTS: dict[str, tuple[Op, Any]] = {
+    "tenant": (Op.TENANT, m.TenantReply([{"name": "a", "tokens": 1}], "told-once")),
+}
+
+
+def vectors_tenants() -> dict[str, Any]:
+    return {
+        "requests": {name: m.encode_request(v).hex() for name, v in REQUESTS_TENANTS.items()},
+        "replies": {name: m.encode_reply(v).hex() for name, (_, v) in REPLIES_TENANTS.items()},
+        "attach": encode_attach(
+            AttachRequest(1, 2, "c", 1, None, b"token", None, True, "public")
+        ).hex(),
+        "busy": m.encode_error(ErrorCode.BUSY, "too fast", 1500).hex(),
+    }
+
+
 if __name__ == "__main__":
-    chosen = vectors_1_1 if sys.argv[1:] == ["1.1"] else vectors
+    known = {"1.1": vectors_1_1, "tenants": vectors_tenants}
+    chosen = known.get(" ".join(sys.argv[1:]), vectors)
     print(json.dumps(chosen(), indent=1, sort_keys=True))
