@@ -21,7 +21,7 @@ from kvd.client.call import GIVE_BACKS, Call
 from kvd.client.link import Link, Lost, Phase
 from kvd.client.settings import BACKOFF_S, RESEND_S, Counters, Settings
 from kvd.client.waiters import NEVER_NS, Waiters
-from kvd.errors import ClientClosed, ErrorCode, KvdError, StaleEpoch, Unavailable
+from kvd.errors import Busy, ClientClosed, ErrorCode, KvdError, StaleEpoch, Unavailable
 from kvd.wire import Frame, FrameFlag
 from kvd.wire import messages as m
 from kvd.wire.messages import Reply, Request, decode_error, decode_reply
@@ -60,6 +60,7 @@ class Channel(Waiters):
         self._connect_ns = 0
         self._backoff_s = BACKOFF_S[0]
         self._deadlines: list[tuple[int, int, Call]] = []  # a heap; calls that are done leave late
+        self._delayed: list[tuple[int, int, Call]] = []  # a heap: when to ask again, as told
         self._numbered = 0
         self._live = 0  # how many were live when the heap was compacted last
         self._resend_ns = NEVER_NS
@@ -156,7 +157,9 @@ class Channel(Waiters):
             error = ClientClosed("the client was closed")
             link, self._link = self._link, None
             calls = list(self._queue) + (list(link.pending.values()) if link else [])
+            calls += [call for _, _, call in self._delayed]
             self._queue.clear()
+            self._delayed.clear()
             for call in calls:
                 self._finish(call, error)
             if link is not None:
@@ -182,6 +185,8 @@ class Channel(Waiters):
 
     def _due_ns(self) -> int:
         due = self._resend_ns
+        if self._delayed:
+            due = min(due, self._delayed[0][0])
         if self._deadlines:
             due = min(due, self._deadlines[0][0])
         link = self._link
@@ -207,6 +212,10 @@ class Channel(Waiters):
             self._expire(now)
         if now >= self._resend_ns:
             self._resend(now)
+        while self._delayed and now >= self._delayed[0][0]:
+            call = heappop(self._delayed)[2]
+            if not call.done:
+                self._queue.append(call)
         if self._queue:
             self._flush(now)
 
@@ -403,7 +412,7 @@ class Channel(Waiters):
                 self._give_back(link, message, frame.body, frame.newer)
             return
         link.answered(frame.request)
-        if frame.flags & _ERROR and self._relinks(link, call, frame):
+        if frame.flags & _ERROR and (self._relinks(link, call, frame) or self._later(call, frame)):
             return
         call.link = link
         call.raw = frame.body
@@ -427,6 +436,20 @@ class Channel(Waiters):
             link.pending[frame.request] = call  # _lose takes it from there
         self._lose(str(error))
         return not handle and not call.internal
+
+    def _later(self, call: Call, frame: Frame) -> bool:
+        """The daemon is busy for this tenant: the call again when it says so, if in time."""
+        error = decode_error(frame.body)
+        if not isinstance(error, Busy) or not error.retry_after_s:
+            return False
+        again = time.monotonic_ns() + int(error.retry_after_s * 1e9)
+        if again >= call.deadline_ns:
+            return False
+        call.request = 0
+        self._numbered += 1
+        heappush(self._delayed, (again, self._numbered, call))
+        self._counts["delayed"] += 1
+        return True
 
     def _give_back(self, link: Link, message: Request, body: bytes, newer: bool) -> None:
         """Nobody will use what this answer grants."""

@@ -31,6 +31,8 @@ from kvd.core.rooms import Rooms
 from kvd.core.scrubs import Scrubs
 from kvd.core.sealing import Seals
 from kvd.core.sessions import Session
+from kvd.core.shares import PUBLIC
+from kvd.core.spaces import Space
 from kvd.core.stats import stat
 from kvd.core.store import TOUCH_SLICE, Store
 from kvd.core.transfers import Transfer, Transfers, Waiter
@@ -51,7 +53,9 @@ from kvd.eviction.base import Policy
 # plain integers: arithmetic with enum members costs a microsecond on the hot path
 _LEASE, _LOAD = int(ev.LookupFlag.LEASE), int(ev.LookupFlag.LOAD)
 _RESERVE_MISSES = int(ev.LookupFlag.RESERVE_MISSES)
+_PUBLIC = int(ev.LookupFlag.PUBLIC)
 _EXPIRE_SLICE = 64  # things that fall due looked at in one event
+_RETRY_S = 0.02  # a write takes about so long to be committed
 _TOUCH_LIMIT = 64  # deferred uses beyond which an event applies some itself
 
 
@@ -458,6 +462,13 @@ class Core:
             event.flags,
             event.ttl,
         )
+        if self._store.shares.room_in_flight(space.tenant) == 0:
+            most = self._store.shares.rules(space.namespace).inflight
+            raise Busy(
+                f"bytes in flight: unfinished writes of the tenant hold all {most} bytes that they "
+                "may; commit some, and ask again",
+                _RETRY_S,
+            )
         self._start(event, self._reserves.reserve(session, ask))
 
     def _write(self, event: ev.Commit | ev.Abort) -> tuple[Write, list[int]]:
@@ -510,7 +521,14 @@ class Core:
         if event.lease_ns < 0:
             raise BadKey("lease_ns is below 0")
         looked = self._leases.lookup(
-            session, space, shards, event.hashes, event.fingerprints, flags, event.lease_ns
+            session,
+            space,
+            shards,
+            event.hashes,
+            event.fingerprints,
+            flags,
+            event.lease_ns,
+            self._public(space, flags),
         )
         lease = looked.lease
         load = None
@@ -525,6 +543,13 @@ class Core:
             return
         rest = self._rest(ask, event, looked.leading)
         self._start(event, self._and_reserve(session, rest, result))
+
+    def _public(self, space: Space, flags: int) -> Space | None:
+        """Where a lookup goes on for keys that the own namespace does not have."""
+        asked = flags & _PUBLIC or self._store.shares.rules(space.namespace).public
+        if not asked or space.namespace == PUBLIC:
+            return None
+        return self._store.spaces.find(PUBLIC, space.digest, space.kind)
 
     def _rest(self, ask: Request, event: ev.Lookup, leading: int) -> Request:
         """The request for the keys behind the leading run."""

@@ -34,6 +34,7 @@ class LookupFlag(IntFlag):
     LOAD = 2  # with LEASE: also start a transfer of what was leased, as Load would
     RESERVE_MISSES = 4  # also reserve what follows the leading run (needs fingerprints)
     EVERY = 8  # look at every key; without it the keys after the first miss are SKIPPED
+    PUBLIC = 16  # keys that are missing may be those of the namespace `public`
 
 
 # -- sessions -----------------------------------------------------------------------------------

@@ -357,6 +357,9 @@ class Evictions:
                     return self._found(queue, hole, leaf)
         few = len(holes) < 64 and not store.layered
         for hole in list(holes)[:4] if few else [next(iter(holes))]:
+            if store.bridged(hole):  # no worse than others, as long as it stays so
+                del holes[hole]
+                continue
             leaf = self._leaf(hole)
             if leaf != NONE:
                 return self._found(queue, hole, leaf)

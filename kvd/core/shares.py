@@ -191,6 +191,11 @@ class Shares:
     def rules(self, name: str) -> TenantRules:
         return self._rules.get(name, _NO_RULES)
 
+    def room_in_flight(self, tenant: int) -> int | None:
+        """Bytes that a tenant may still begin to write; None: not bounded."""
+        most = self.rules(self.names[tenant]).inflight
+        return max(0, most - self.writing[tenant]) if most else None
+
     def set(self, name: str, rules: TenantRules | None) -> None:
         """These rules hold from now on; None: those of a tenant without any."""
         number = self.number(name)

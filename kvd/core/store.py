@@ -24,7 +24,7 @@ from kvd.core.counters import Counters
 from kvd.core.index import Index
 from kvd.core.lower import Ladder
 from kvd.core.sessions import Sessions
-from kvd.core.shares import Shares, TierUse
+from kvd.core.shares import PUBLIC, Shares, TierUse
 from kvd.core.slabs import DETACHED, Slabs
 from kvd.core.spaces import Space, Spaces
 from kvd.core.timers import Timers
@@ -195,6 +195,20 @@ class Store:
         if self.layered:
             return not self.chunks.kids[row]
         return bool(self.chunks.child[row] == NONE)
+
+    def present(self, row: int) -> bool:
+        """Whether there is a chunk in this row that has bytes, here or below."""
+        chunks = self.chunks
+        return row != NONE and bool(chunks.ready[row] or chunks.below[row])
+
+    def bridged(self, hole: int) -> bool:
+        """Whether a hole stands for a chunk of the namespace `public`: what hangs under it may be
+        in a leading run."""
+        space = self.spaces.of(self.chunks.space[hole])
+        public = self.spaces.find(PUBLIC, space.digest, space.kind)
+        if public is None or public is space:
+            return False
+        return self.present(public.get(self.chunks.key_of(hole)))
 
     def recount(self, row: int) -> None:
         """The chunk may have come to DRAM or left it: say so to its parent and its space."""

@@ -29,6 +29,7 @@ from kvd.errors import (
 )
 from kvd.server.counters import Counters
 from kvd.server.inline import Inline
+from kvd.server.limiter import LIMITED, Limiter
 from kvd.server.replies import Seen, Taken
 from kvd.server.requests import Request
 from kvd.server.respond import REPEATABLE, Responder
@@ -136,8 +137,10 @@ class Dispatcher:
         counters: Counters,
         limits: Limits,
         epoch: int,
+        limiter: Limiter,
     ) -> None:
         self._host = host
+        self._limiter = limiter
         self._sessions = sessions
         self._responder = responder
         self._inline = inline
@@ -236,12 +239,17 @@ class Dispatcher:
             if deadline and deadline <= now and frame.op not in GIVE_BACKS:
                 self._counters.add("requests_expired")
                 raise DeadlineExceeded("the deadline had passed before the request was read")
+            if frame.op in LIMITED:
+                self._limiter.take(session.grant.namespace, now)
             message = m.decode_request(frame.op, frame.body, self._limits, newer=frame.newer)
             self._dispatch(request, message, payload)
         except KvdError as refused:
             if isinstance(refused, ProtocolError | LimitExceeded):
                 self._counters.reason("malformed", refused.code.name.lower())
-            retry_s = refused.retry_after_s if isinstance(refused, Busy) else 0.0
+            retry_s = 0.0
+            if isinstance(refused, Busy):
+                self._counters.add("requests_delayed")
+                retry_s = refused.retry_after_s
             request.fail(refused.code, str(refused), int(retry_s * 1e9))
         except Exception as error:  # the boundary of a request: it is answered, the loop goes on
             log.exception("fault in operation %d of session %d", frame.op, session.number)

@@ -29,6 +29,7 @@ from kvd.server.dispatch import Dispatcher
 from kvd.server.endpoint import Endpoint
 from kvd.server.inline import Inline
 from kvd.server.ladder import WATCH_S, Ladder
+from kvd.server.limiter import Limiter
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
 from kvd.server.notify import Notifier
@@ -167,6 +168,7 @@ class Server:
             self.counters,
             limits,
             self.arena.epoch,
+            Limiter(lambda name: registry.get(name).requests_s),
         )
         self._listen(limits)
         self._timers()

@@ -20,6 +20,12 @@ _ALL = (
         "requests_expired", _C, "requests", "Requests past their deadline when read; no effect."
     ),
     Metric(
+        "requests_delayed",
+        _C,
+        "requests",
+        "Requests beyond what their tenant may ask for in a second: answered busy, no effect.",
+    ),
+    Metric(
         "malformed",
         _C,
         "messages",

@@ -44,6 +44,13 @@ _ALL = (
         tenant=True,
     ),
     Metric(
+        "chunks_hit_public",
+        _C,
+        "chunks",
+        "Of chunks_hit, those of the namespace `public`, asked for from another one.",
+        tenant=True,
+    ),
+    Metric(
         "chunks_missed",
         _C,
         "chunks",
@@ -379,7 +386,16 @@ _ALL = (
         "requests",
         "Requests answered with an error, by code.",
         "code",
-        ("unknown_session", "limit", "spec", "bad_key", "unknown_handle", "auth", "protocol"),
+        (
+            "unknown_session",
+            "limit",
+            "spec",
+            "bad_key",
+            "unknown_handle",
+            "auth",
+            "protocol",
+            "busy",
+        ),
     ),
     # gauges
     Metric("leased_chunks", _G, "chunks", "Chunks under at least one lease."),
