@@ -91,6 +91,8 @@ class Adaptive(LeafPolicy):
 
     def touch(self, chain: Sequence[int], now: int) -> None:
         time = self._clock(now)
+        if self._late:
+            self._recall(chain)
         known, home, used, same_ns = len(self._home), self._home, self._used, self._same_ns
         fresh: list[int] = []
         again: list[int] = []
@@ -178,9 +180,12 @@ class Adaptive(LeafPolicy):
             self._score = self._columns_of[self._ruler]
             self._heaps, self._entry = self._heir_heaps, self._heir_entry
             self._heir_heaps, self._heir_entry = {}, array("d")
+            self._late.clear()  # all leaves are in the heaps
 
     def _push_heir(self, chunk: int) -> None:
         score = self._columns_of[self._heir][chunk]
+        if self._heir_entry[chunk] == score:
+            return
         self._heir_entry[chunk] = score
         heappush(self._heir_heaps.setdefault(self._home[chunk], []), (score, chunk))
 

@@ -80,8 +80,7 @@ class Arc(LeafPolicy):
             yield chunk
 
     def coldness(self, queue: int, now: int) -> float | None:
-        chunk = next(self.victims(queue, now), -1)
-        return None if chunk < 0 else self.value(chunk, now)
+        return self._coldness_of(next(self.victims(queue, now), -1), now)
 
     def snapshot(self) -> dict[str, Any]:
         ghosts = [ghosts.snapshot() for ghosts in self._ghosts]

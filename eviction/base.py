@@ -73,10 +73,19 @@ class Policy(ABC):
         removed; the caller stops when it has enough and calls `forget` for what it took. The
         iterator is dead after any other call that changes the policy."""
 
+    def defer(self, chunks: Sequence[int], now: int) -> None:
+        """These candidates, in the order in which `victims` named them, may not go now: they are
+        leased, or being written. Post: those that have nothing below them are named behind all
+        others of their queue, until they are used, or their turn comes again as others are
+        evicted; so that a search meets each of them once, and evictions cost no more for many of
+        them. No use is counted. Without a better way, they count as used."""
+        self.touch(chunks[::-1], now)
+
     @abstractmethod
     def coldness(self, queue: int, now: int) -> float | None:
         """A number that can be compared between queues: the smaller, the less the first victim
-        of this queue is worth keeping. None when the queue is empty."""
+        of this queue is worth keeping. Infinite when nothing is left but what was deferred. None
+        when the queue is empty."""
 
     @abstractmethod
     def forget(self, chunk: int, *, evicted: bool) -> None:

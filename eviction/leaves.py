@@ -4,7 +4,8 @@ The law of this module: only leaves are candidates. A chunk enters the order whe
 resident child has left, so a prefix goes from its leaves whatever the scores say. A score only
 rises between two visits (or is lowered through `_rescore`), so an entry in a heap is a lower bound
 and a touch costs no heap operation: a stale entry is put right when it reaches the top. The chunk
-inserted last is held back: it is named when nothing else is left.
+inserted last is held back: it is named when no other is left. What was named and may not go
+(`defer`) stands aside, out of the heaps, with its score, until a use or an eviction brings it back.
 
 Uses of a chunk less than `SAME_USE_S` apart are one use (correlated references; O'Neil, SIGMOD
 1993): a request touches its chain when it is looked up and again when it stores what was missing.
@@ -18,12 +19,13 @@ from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
-from math import nan
+from math import inf, nan
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.eviction.aside import Aside
 from kvd.eviction.base import Policy
 from kvd.eviction.walk import Walk
 
@@ -56,11 +58,13 @@ class LeafPolicy(Policy):
         self._kids = array("i")  # resident children, also of an id that is not here yet
         self._home = array("i")  # queue * _lists + list, or -1: not here
         self._score = array("d")
-        self._entry = array("d")  # score under which the chunk is in its heap; nan: it isn't
+        # score under which the chunk is in its heap; nan: it isn't; inf: it was deferred
+        self._entry = array("d")
         self._used = array("d")  # last use on our clock, ns
         self._digest = array("Q")
         self._heaps: dict[int, list[tuple[float, int]]] = {}
         self._count: dict[int, int] = {}  # chunks at a home
+        self._late = Aside()  # deferred
         self._newest = ABSENT
         self._len = 0
         self._origin: int | None = None  # the core's time at our time 0
@@ -99,6 +103,8 @@ class LeafPolicy(Policy):
     def _rescore(self, chunk: int, score: float) -> None:
         """Set a score that may be lower than before. Pre: resident."""
         self._score[chunk] = score
+        if self._entry[chunk] == inf:
+            return
         if chunk != self._newest and not self._kids[chunk]:
             self._entry[chunk] = nan
             self._expose(chunk)
@@ -108,6 +114,8 @@ class LeafPolicy(Policy):
         self._count[self._home[chunk]] -= 1
         self._count[home] = self._count.get(home, 0) + 1
         self._home[chunk] = home
+        if self._entry[chunk] == inf:
+            return
         self._entry[chunk] = nan
         if chunk != self._newest and not self._kids[chunk]:
             self._expose(chunk)
@@ -151,6 +159,18 @@ class LeafPolicy(Policy):
             return ABSENT
         return newest
 
+    def _rest(self, queue: int) -> int:
+        """The first of those that are named behind all others of their queue, or -1."""
+        held = self._held(queue)
+        return held if held >= 0 else self._late.first(queue)
+
+    def _recall(self, chain: Sequence[int]) -> None:
+        """What was deferred has been used: it is judged by its score again."""
+        for chunk in chain:
+            if self._late.take(chunk):
+                self._entry[chunk] = nan
+                self._expose(chunk)
+
     def resident(self, chunk: int) -> bool:
         """Whether the id is here now."""
         return 0 <= chunk < len(self._home) and self._home[chunk] >= 0
@@ -173,6 +193,8 @@ class LeafPolicy(Policy):
         if parent >= 0:
             self._parent_life[chunk] = self._life[parent]
             self._kids[parent] += 1
+            if self._late and self._late.take(parent):  # no leaf any more
+                self._entry[parent] = nan
         self._len += 1
         self._score[chunk] = self._first(chunk, ghost, size, time)
         if newest >= 0 and not self._kids[newest]:
@@ -219,6 +241,8 @@ class LeafPolicy(Policy):
 
     def touch(self, chain: Sequence[int], now: int) -> None:
         time = self._clock(now)
+        if self._late:
+            self._recall(chain)
         home, used, same_ns = self._home, self._used, self._same_ns
         known = len(home)
         for chunk in chain:
@@ -230,6 +254,10 @@ class LeafPolicy(Policy):
         if not self.resident(chunk):
             return
         self._gone(chunk, evicted)
+        if self._late:
+            self._late.take(chunk)
+            if evicted and self._late:
+                self._recall((self._late.first(),))
         if chunk == self._newest:
             self._newest = ABSENT
         self._count[self._home[chunk]] -= 1
@@ -249,11 +277,23 @@ class LeafPolicy(Policy):
         while (chunk := walk.take(0)) >= 0 or (chunk := walk.last()) >= 0:
             yield chunk
 
+    def defer(self, chunks: Sequence[int], now: int) -> None:
+        for chunk in chunks:
+            if self.resident(chunk) and not self._kids[chunk]:
+                if chunk == self._newest:
+                    self._newest = ABSENT
+                self._entry[chunk] = inf
+                self._late.put(chunk, self._home[chunk] // self._lists)
+
     def coldness(self, queue: int, now: int) -> float | None:
         chunk = self._top(queue * self._lists)
-        if chunk < 0:
-            chunk = self._held(queue)
-        return None if chunk < 0 else self.value(chunk, now)
+        return self._coldness_of(chunk if chunk >= 0 else self._rest(queue), now)
+
+    def _coldness_of(self, first: int, now: int) -> float | None:
+        """Coldness of a queue with this first victim (-1: none)."""
+        if first < 0:
+            return None
+        return inf if self._entry[first] == inf else self.value(first, now)
 
     def value(self, chunk: int, now: int) -> float:
         if not self.resident(chunk):

@@ -3,17 +3,20 @@
 The law of this module: one list a queue, coldest first. A use moves a whole chain to the hot end,
 its leaf first and its root last, so that an ancestor is never colder than what hangs below it.
 Links stand in flat arrays (20 bytes a chunk); a use of one chunk costs a fixed number of steps.
+What was deferred is in no list; each eviction brings one back, to the cold end.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.eviction.aside import Aside
 from kvd.eviction.base import Policy
 
 ABSENT = -1
@@ -28,10 +31,11 @@ class Lru(Policy):
     def __init__(self) -> None:
         self._colder = array("i")  # neighbour towards the cold end, or ABSENT
         self._hotter = array("i")
-        self._queue = array("i")  # ABSENT: not here
+        self._queue = array("i")  # ABSENT: not here; below that: deferred, see `_aside`
         self._used = array("q")  # last use, ns
         self._coldest: dict[int, int] = {}  # by queue; a queue without chunks has no entry
         self._hottest: dict[int, int] = {}
+        self._late = Aside()
         self._len = 0
 
     def insert(
@@ -85,6 +89,10 @@ class Lru(Policy):
                 continue
             queue = queues[chunk]
             if queue < 0:
+                if queue < ABSENT:
+                    self._back(chunk)
+                    self._append(chunk, queues[chunk])
+                    used[chunk] = now
                 continue
             used[chunk] = now
             after = hotter[chunk]
@@ -108,33 +116,42 @@ class Lru(Policy):
         while chunk >= 0:
             yield chunk
             chunk = hotter[chunk]
+        yield from self._late.of(queue)
+
+    def defer(self, chunks: Sequence[int], now: int) -> None:
+        for chunk in chunks:
+            if 0 <= chunk < len(self._queue) and self._queue[chunk] != ABSENT:
+                queue = self._queue[chunk]
+                if queue < 0:
+                    queue = _aside(queue)
+                else:
+                    self._unlink(chunk, queue)
+                    self._queue[chunk] = _aside(queue)
+                self._late.put(chunk, queue)
 
     def coldness(self, queue: int, now: int) -> float | None:
         chunk = self._coldest.get(queue, ABSENT)
-        return None if chunk < 0 else self.value(chunk, now)
+        if chunk >= 0:
+            return self.value(chunk, now)
+        return inf if self._late.first(queue) >= 0 else None
 
     def forget(self, chunk: int, *, evicted: bool) -> None:
-        if not 0 <= chunk < len(self._queue) or self._queue[chunk] < 0:
+        if not 0 <= chunk < len(self._queue) or self._queue[chunk] == ABSENT:
             return
         queue = self._queue[chunk]
-        before, after = self._colder[chunk], self._hotter[chunk]
-        if before >= 0:
-            self._hotter[before] = after
-        elif after >= 0:
-            self._coldest[queue] = after
+        if queue < 0:
+            self._late.take(chunk)
         else:
-            del self._coldest[queue]
-        if after >= 0:
-            self._colder[after] = before
-        elif before >= 0:
-            self._hottest[queue] = before
-        else:
-            del self._hottest[queue]
+            self._unlink(chunk, queue)
         self._queue[chunk] = ABSENT
         self._len -= 1
+        if evicted and self._late:
+            chunk = self._late.first()
+            self._back(chunk)
+            self._prepend(chunk, self._queue[chunk])
 
     def value(self, chunk: int, now: int) -> float:
-        if not 0 <= chunk < len(self._queue) or self._queue[chunk] < 0:
+        if not 0 <= chunk < len(self._queue) or self._queue[chunk] == ABSENT:
             return 0.0
         return 1.0 / (1.0 + max(0, now - self._used[chunk]) / _NS)
 
@@ -163,6 +180,37 @@ class Lru(Policy):
             for chunk, time in zip(ids, times, strict=True):
                 self.insert(chunk, parent=ABSENT, queue=queue, size=0, ghost=0, now=time)
 
+    def _back(self, chunk: int) -> None:
+        """A deferred chunk is no longer; the caller puts it into its queue's list."""
+        self._late.take(chunk)
+        self._queue[chunk] = _aside(self._queue[chunk])
+
+    def _unlink(self, chunk: int, queue: int) -> None:
+        """Take a chunk out of its list."""
+        before, after = self._colder[chunk], self._hotter[chunk]
+        if before >= 0:
+            self._hotter[before] = after
+        elif after >= 0:
+            self._coldest[queue] = after
+        else:
+            del self._coldest[queue]
+        if after >= 0:
+            self._colder[after] = before
+        elif before >= 0:
+            self._hottest[queue] = before
+        else:
+            del self._hottest[queue]
+
+    def _prepend(self, chunk: int, queue: int) -> None:
+        """Put a chunk that is in no list at the cold end of one."""
+        first = self._coldest.get(queue, ABSENT)
+        if first < 0:
+            self._append(chunk, queue)
+            return
+        self._colder[chunk], self._hotter[chunk] = ABSENT, first
+        self._colder[first] = chunk
+        self._coldest[queue] = chunk
+
     def _append(self, chunk: int, queue: int) -> None:
         """Put a chunk that is in no list at the hot end of one."""
         last = self._hottest.get(queue, ABSENT)
@@ -182,3 +230,8 @@ class Lru(Policy):
         self._hotter.extend(array("i", [ABSENT]) * more)
         self._queue.extend(array("i", [ABSENT]) * more)
         self._used.extend(array("q", [0]) * more)
+
+
+def _aside(queue: int) -> int:
+    """What stands in place of a queue while a chunk is deferred, and back."""
+    return -2 - queue

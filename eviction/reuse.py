@@ -145,7 +145,7 @@ class Reuse(LeafPolicy):
                     value = self._worth(chunk, time)
                     if best < 0 or value < least:
                         best, least = chunk, value
-        return best if best >= 0 else self._held(queue)
+        return best if best >= 0 else self._rest(queue)
 
     def victims(self, queue: int, now: int) -> Iterator[int]:
         time = self._peek(now)
@@ -170,8 +170,7 @@ class Reuse(LeafPolicy):
                 yield chunk
 
     def coldness(self, queue: int, now: int) -> float | None:
-        chunk = self._best(queue, self._peek(now))
-        return None if chunk < 0 else self.value(chunk, now)
+        return self._coldness_of(self._best(queue, self._peek(now)), now)
 
     def value(self, chunk: int, now: int) -> float:
         return self._worth(chunk, self._peek(now)) if self.resident(chunk) else 0.0

@@ -69,7 +69,7 @@ class S3Fifo(LeafPolicy):
             if chunk < 0:
                 chunk = self._top(home + 1 - which)
             if chunk < 0:
-                return self._held(queue)
+                return self._rest(queue)
             if not self._uses[chunk]:
                 return chunk
             time = self._clock(now)
@@ -105,8 +105,7 @@ class S3Fifo(LeafPolicy):
             yield chunk
 
     def coldness(self, queue: int, now: int) -> float | None:
-        chunk = self._settle(queue, now)
-        return None if chunk < 0 else self.value(chunk, now)
+        return self._coldness_of(self._settle(queue, now), now)
 
     def _columns(self) -> list[tuple[array[Any], float | int]]:
         return [*super()._columns(), (self._uses, 0)]

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Protocol
 
+from kvd.eviction.aside import Aside
+
 _RESOLVED = -1  # in place of a position in the heap: this is the chunk's score now
 
 
@@ -23,6 +25,8 @@ class Forest(Protocol):
     _entry: array[float]
     _heaps: dict[int, list[tuple[float, int]]]
     _newest: int
+    _late: Aside
+    _lists: int
 
     def _top(self, home: int) -> int: ...
 
@@ -33,7 +37,7 @@ class Walk:
     """One pass over the lists of a queue as if what was named had gone: nothing is changed.
 
     A parent joins when its last resident child has been named. `veto(chunk)` true: the chunk is
-    kept for the end of its list.
+    kept for the end of its list. Behind all lists stands what was deferred.
     """
 
     def __init__(
@@ -56,10 +60,14 @@ class Walk:
         newest = policy._newest
         held = newest >= 0 and policy._home[newest] in homes and not policy._kids[newest]
         self._last = newest if held else -1
+        self._deferred = iter(policy._late.of(homes[0] // policy._lists))
 
     def last(self) -> int:
-        """What is held back until nothing else is left, once, or -1."""
+        """What is named when nothing else is left, each once, or -1."""
         chunk, self._last = self._last, -1
+        if chunk >= 0:
+            return self._named(chunk)
+        chunk = next(self._deferred, -1)
         return self._named(chunk) if chunk >= 0 else -1
 
     def peek(self, which: int) -> int:

@@ -270,6 +270,17 @@ class ScrubCursor(NamedTuple):
     part: int
 
 
+# -- for the log --------------------------------------------------------------------------------
+
+
+class PolicyFailed(NamedTuple):
+    """The eviction policy of a tier raised; it has no say until the next start."""
+
+    tier: str
+    error: str  # one line: where and what
+    fault: Exception
+
+
 Action = (
     Reply
     | Fail
@@ -285,4 +296,5 @@ Action = (
     | TierScrub
     | TierDelete
     | ScrubCursor
+    | PolicyFailed
 )

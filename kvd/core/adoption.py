@@ -407,15 +407,13 @@ class Adoption:
         queue = space.queues[1]
         store.residents[queue] += len(rows)
         order = self.coldest_first(rows)
-        store.guard(
-            lambda: store.policy.load(
-                order,
-                chunks.np_last[order],
-                parents=chunks.np_parent[order].astype(np.int64),
-                queue=queue,
-                size=space.chunk_slot_bytes,
-                ghost=store.ghost,
-            )
+        store.policy.load(
+            order,
+            chunks.np_last[order],
+            parents=chunks.np_parent[order].astype(np.int64),
+            queue=queue,
+            size=space.chunk_slot_bytes,
+            ghost=store.ghost,
         )
 
     def coldest_first(self, rows: Rows) -> Rows:

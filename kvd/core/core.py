@@ -8,6 +8,7 @@ that can't be carried out is answered with a typed error and has no effect.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from kvd.core.fetches import Fetches
 from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.leases import Lease, Leases
 from kvd.core.listing import Listing
+from kvd.core.lower import Lower
 from kvd.core.recovery import Found, Recovery
 from kvd.core.reserves import Request, Reserves
 from kvd.core.rooms import Rooms
@@ -33,6 +35,7 @@ from kvd.core.sealing import Seals
 from kvd.core.sessions import Session
 from kvd.core.stats import stat
 from kvd.core.store import TOUCH_SLICE, Store
+from kvd.core.takeover import take_over
 from kvd.core.transfers import Transfer, Transfers, Waiter
 from kvd.core.writes import Write, Writes
 from kvd.errors import (
@@ -90,6 +93,9 @@ class Core:
         self._listing = Listing(self._store, self._writes, self._rooms)
         self._adoption = Adoption(self._store, self._writes, self._jobs)
         self._recovery = Recovery(self._store, self._jobs, self._adoption)
+        self._store.policy.begin_load = lambda: self._take_over(None)
+        for lower in self._store.ladder.lowers:
+            lower.policy.begin_load = partial(self._take_over, lower)
         self._begun: int | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.OpenSession: self._open_session,
@@ -303,6 +309,11 @@ class Core:
             if lower.writable:
                 self._demotions.drain(lower)
                 break
+
+    def _take_over(self, lower: Lower | None) -> None:
+        """A policy has failed."""
+        advice = self._store.policy if lower is None else lower.policy
+        self._jobs.later(take_over(self._store, advice, lower))
 
     # -- tiers below ----------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ class Carrier:
             ac.Seal: self._start_seal,
             ac.Verify: self._start_verify,
             ac.Copy: self._start_copy,
+            ac.PolicyFailed: self._policy_failed,
         }
         if ladder is not None:
             for kind in (ac.TierWrite, ac.TierRead, ac.TierScrub, ac.TierDelete):
@@ -145,6 +146,14 @@ class Carrier:
 
     def _lease_horizon(self, action: ac.LeaseHorizon) -> None:
         self._arena.lease_horizon = action.until
+
+    def _policy_failed(self, action: ac.PolicyFailed) -> None:
+        log.error(
+            "eviction policy of tier %s has failed; LRU takes over until the next start: %s",
+            action.tier,
+            action.error,
+            exc_info=action.fault,
+        )
 
     # -- work for the threads -------------------------------------------------------------------
 

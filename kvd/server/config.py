@@ -35,6 +35,7 @@ _OTHER_WORDS = {
     "arena.path": ("shm", "directory"),
     "daemon.socket": ("ipc", "listen", "bind", "address", "host", "port", "url"),
     "daemon.log_level": ("verbos", "debug"),
+    "eviction.policy": ("evict", "lru", "replacement"),
     "limits.sessions": ("client", "connection"),
     "namespaces": ("tenant", "user"),
 }
@@ -64,6 +65,7 @@ class Config:
     write_max_s: float
     write_share: float
     lease_share: float
+    eviction_policy: str
     watermarks: tuple[float, float]
     transient_share: float
     room_wait_s: float

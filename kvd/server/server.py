@@ -20,7 +20,7 @@ from kvd.arena import ArenaOwner
 from kvd.core import events as ev
 from kvd.errors import ConfigError
 from kvd.server.access import Access
-from kvd.server.adoption import check_arena_path, open_core
+from kvd.server.adoption import check_arena_path, open_core, policy_of
 from kvd.server.attach import AttachServer
 from kvd.server.carry import Carrier
 from kvd.server.config import Config
@@ -88,6 +88,7 @@ class Server:
         access = Access(config.namespaces, config.admin_uids, config.admin_gid)
         keys = _tcp_keys(config)
         plans = plan_tiers(config)
+        policy_of(config)
         self.endpoint = Endpoint(config.socket)
         self.endpoint.claim()
         undo.callback(self.endpoint.close)

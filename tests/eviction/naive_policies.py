@@ -43,6 +43,7 @@ class Twin:
         self.here: dict[int, Record] = {}
         self.life: dict[int, int] = {}
         self.newest = NONE
+        self.late: list[int] = []  # deferred
         self.origin: int | None = None
         self.time = 0
         self.peak = 0
@@ -79,6 +80,8 @@ class Twin:
         record = Record(chunk, parent, life, queue, ghost, time, time)
         self.here[chunk] = record
         self.newest = chunk
+        if (above := self.parent(record)) is not None:
+            self.recall(above.chunk)
         self.peak = max(self.peak, len(self.here))
         self.born(record)
 
@@ -87,8 +90,22 @@ class Twin:
         for chunk in chain:
             record = self.here.get(chunk)
             if record is not None:
+                self.recall(chunk)
                 self.use(record, time, time - record.used < S)
                 record.used = time
+
+    def recall(self, chunk: int) -> None:
+        if chunk in self.late:
+            self.late.remove(chunk)
+
+    def defer(self, chunks: Iterable[int]) -> None:
+        parents = {p.chunk for r in self.here.values() if (p := self.parent(r)) is not None}
+        for chunk in chunks:
+            if chunk in self.here and chunk not in parents:
+                self.recall(chunk)
+                self.late.append(chunk)
+                if self.newest == chunk:
+                    self.newest = NONE
 
     def forget(self, chunk: int, evicted: bool) -> None:
         record = self.here.get(chunk)
@@ -100,6 +117,9 @@ class Twin:
         self.life[chunk] = self.life.get(chunk, 0) + 1
         if self.newest == chunk:
             self.newest = NONE
+        self.recall(chunk)
+        if evicted and self.late:
+            del self.late[0]
 
     def parent(self, record: Record) -> Record | None:
         found = self.here.get(record.parent)
@@ -124,7 +144,11 @@ class Twin:
         for chunk in order:
             leaves = {r.chunk: r for r in self.leaves(queue, named)}
             assert chunk in leaves, f"{chunk} is no leaf of what is left: {order}"
-            choice = [r for r in leaves.values() if r.chunk != self.newest] or [leaves[chunk]]
+            aside = {self.newest, *self.late}
+            choice = [r for r in leaves.values() if r.chunk not in aside]
+            if not choice:
+                last = [c for c in (self.newest, *self.late) if c in leaves]
+                choice = [leaves[last[0]]]
             choice = self.rank(choice, counts)
             scores = [r.score for r in choice]
             assert chunk in [r.chunk for r in choice], f"{chunk} is not next in {order}"
@@ -141,6 +165,9 @@ class Twin:
 
 
 class NaiveFifo(Twin):
+    def touch(self, chain: Sequence[int], now: int) -> None:
+        pass
+
     def born(self, record: Record) -> None:
         record.score = record.born
 
@@ -334,7 +361,8 @@ class NaiveS3Fifo(Twin):
             mine = [r for r in self.here.values() if r.queue == queue]
             small = sum(r.list == 0 for r in mine)
             which = 0 if small > 0.1 * len(mine) or small == len(mine) else 1
-            leaves = [r for r in self.leaves(queue, ()) if r.chunk != self.newest]
+            aside = {self.newest, *self.late}
+            leaves = [r for r in self.leaves(queue, ()) if r.chunk not in aside]
             choice = first_of(leaves, which)
             if not choice:
                 return

@@ -21,6 +21,7 @@ from kvd.eviction.base import Policy
 
 S = 1_000_000_000
 NONE = -1
+SKIPS = 16
 
 
 class Cache:
@@ -39,21 +40,34 @@ class Cache:
         self.evictions = 0
         self.skipped = 0
         self.pinned: set[int] = set()
+        self.leased: set[object] = set()  # names
 
     def legal(self, chunk: int) -> bool:
-        return chunk in self.name and not self.kids[chunk] and chunk not in self.pinned
+        if chunk not in self.name or self.kids[chunk] or chunk in self.pinned:
+            return False
+        return self.name[chunk] not in self.leased
 
     def evict(self) -> None:
-        passed = []
-        for chunk in self.policy.victims(self.queue, self.now):
-            if self.legal(chunk):
-                self.remove(chunk, evicted=True)
-                self.evictions += 1
+        """As the core does it: some candidates are passed over, deferred, and asked for anew."""
+        looked = 0
+        while looked < len(self.row):
+            passed: list[int] = []
+            for chunk in self.policy.victims(self.queue, self.now):
+                if self.legal(chunk):
+                    self.policy.defer(passed, self.now)
+                    self.skipped += len(passed)
+                    self.remove(chunk, evicted=True)
+                    self.evictions += 1
+                    return
+                passed.append(chunk)
+                if len(passed) >= SKIPS:
+                    break
+            self.policy.defer(passed, self.now)
+            self.skipped += len(passed)
+            looked += len(passed)
+            if len(passed) < SKIPS:
                 break
-            passed.append(chunk)
-        else:
-            raise AssertionError("nothing could go, although something may")
-        self.skipped += len(passed)
+        raise AssertionError("nothing could go, although something may")
 
     def remove(self, chunk: int, *, evicted: bool = False) -> None:
         parent = self.parent.pop(chunk)
@@ -263,6 +277,84 @@ class PolicyConformance:
         assert second >= 0.95 * asked
         old = sum(1 for name in cache.row if name[0][0] == "old")  # type: ignore[index]
         assert old <= 20
+
+    # -- what may not go ------------------------------------------------------------------------
+
+    def test_what_was_deferred_is_named_after_the_others(self) -> None:
+        policy = self.filled()
+        now = 30 * S
+        order = list(policy.victims(0, now))
+        policy.defer(order[:5], now)
+        after = list(policy.victims(0, now))
+        assert sorted(after) == sorted(order)
+        assert set(after[-6:]) >= set(order[:5])  # beside them, at most what came last
+        assert [chunk for chunk in after if chunk not in order[:5]][:10] == order[5:15]
+
+    def test_a_search_meets_each_candidate_once(self) -> None:
+        policy = self.filled()
+        met: list[int] = []
+        while len(met) < 20:
+            some = [c for c, _ in zip(policy.victims(0, 30 * S), range(4), strict=False)]
+            policy.defer(some, 30 * S)
+            met += some
+        assert sorted(met) == list(range(20))
+
+    def test_what_was_deferred_does_not_stay_for_ever(self) -> None:
+        """It may go again when its lease has ended: others' evictions bring it back."""
+        cache = Cache(self.make(), 64)
+        for n in range(32):
+            cache.use(prompt(("leased", n), 1))
+        cache.leased = set(cache.row)
+        for n in range(200):
+            cache.use(prompt(("other", n), 1))
+        assert all(prompt(("leased", n), 1)[0] in cache.row for n in range(32))
+        cache.leased = set()
+        for n in range(200, 2000):
+            cache.now += 20 * S
+            cache.use(prompt(("other", n), 1))
+        assert sum(prompt(("leased", n), 1)[0] in cache.row for n in range(32)) <= 2
+
+    def test_many_leased_chunks_cost_each_eviction_no_more(self) -> None:
+        """All of them are colder than what may go; a search that met them each time would look at
+        1,000 a time."""
+        count, free = 1_000, 50
+        cache = Cache(self.make(), count + free)
+        for n in range(count // 8):
+            cache.use(prompt(("leased", n), 8))
+        cache.leased = set(cache.row)
+        for n in range(1_000):
+            cache.use(prompt(("other", n), 1))
+        assert cache.evictions >= 950
+        assert cache.skipped <= 2 * count + 20 * cache.evictions
+        assert cache.leased <= set(cache.row)
+        assert cache.prefix_closed()
+
+    def test_a_queue_of_what_was_deferred_is_colder_than_none(self) -> None:
+        policy = self.make()
+        for chunk in range(20):
+            insert(policy, chunk, chunk * S, queue=chunk % 2)
+        for _ in range(3):
+            for n in range(1, 20, 2):
+                policy.touch([n], (30 + n) * S)
+        now = 2000 * S
+        policy.defer(list(policy.victims(0, now)), now)
+        cold, other = policy.coldness(0, now), policy.coldness(1, now)
+        assert cold is not None and other is not None
+        assert cold >= other
+
+    def test_whatever_is_leased_prefixes_stay_closed(self) -> None:
+        rng = random.Random(11)
+        cache = Cache(self.make(), 80)
+        for n in range(1500):
+            shared = prompt(rng.randrange(6), rng.randrange(1, 8))
+            own = [(shared[-1], rng.randrange(12), n) for n in range(rng.randrange(0, 10))]
+            cache.use([*shared, *own])
+            if n % 3 == 0:
+                cache.leased = set(rng.sample(sorted(cache.row, key=repr), min(6, len(cache.row))))
+            assert len(cache.row) <= 80
+            assert len(cache.policy) == len(cache.row)
+            assert cache.prefix_closed()
+        assert cache.evictions > 100
 
     # -- value ----------------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ calls = st.lists(
     st.one_of(
         st.tuples(st.just("insert"), st.integers(0, 15), st.integers(0, QUEUES - 1)),
         st.tuples(st.just("touch"), st.lists(st.integers(-1, 16), max_size=6), st.just(0)),
-        st.tuples(st.just("forget"), st.integers(-1, 16), st.just(0)),
+        st.tuples(st.just("forget"), st.integers(-1, 16), st.integers(0, 1)),
+        st.tuples(st.just("defer"), st.lists(st.integers(-1, 16), max_size=6), st.just(0)),
     ),
     max_size=60,
 )
@@ -39,9 +40,12 @@ def test_the_order_is_the_naive_twins(some: list[tuple[str, object, int]]) -> No
         elif call == "touch" and isinstance(what, list):
             policy.touch(what, now * S)
             twin.touch(what)
+        elif call == "defer" and isinstance(what, list):
+            policy.defer(what, now * S)
+            twin.defer(what)
         elif call == "forget" and isinstance(what, int):
-            policy.forget(what, evicted=True)
-            twin.forget(what)
+            policy.forget(what, evicted=bool(queue))
+            twin.forget(what, evicted=bool(queue))
             here.discard(what)
         for queue in range(QUEUES):
             assert list(policy.victims(queue, now * S)) == twin.victims(queue)

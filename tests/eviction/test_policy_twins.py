@@ -63,6 +63,7 @@ calls = st.lists(
         ),
         st.tuples(st.just("touch"), st.lists(st.integers(-1, IDS + 1), max_size=6, unique=True)),
         st.tuples(st.just("evict"), st.integers(0, QUEUES - 1), st.integers(0, 3)),
+        st.tuples(st.just("defer"), st.integers(0, QUEUES - 1), st.integers(1, 4)),
         st.tuples(st.just("remove"), st.integers(-1, IDS)),
         st.tuples(st.just("wait"), st.sampled_from([0, 1, S // 2, 3 * S, 40 * S, 400 * S])),
     ),
@@ -100,6 +101,10 @@ def test_the_order_is_one_that_the_twin_allows(
                     victim = order[min(skip, len(order) - 1)]
                     policy.forget(victim, evicted=True)
                     twin.forget(victim, evicted=True)
+            case ("defer", int(queue), int(count)):
+                some_first = twin.check(policy, queue, now)[:count]
+                policy.defer(some_first, now)
+                twin.defer(some_first)
             case ("remove", int(chunk)):
                 policy.forget(chunk, evicted=False)
                 twin.forget(chunk, evicted=False)
