@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, nan
 from typing import Any
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.eviction.aside import Aside
-from kvd.eviction.base import Policy
+from kvd.eviction.base import Ghostly, Policy
 from kvd.eviction.walk import Walk
 
 ABSENT = -1
@@ -129,7 +129,7 @@ class LeafPolicy(Policy):
         if heap is None:
             heap = self._heaps[home] = []
         elif len(heap) > 2 * self._count[home] + _SLACK:
-            heap[:] = [(s, c) for s, c in heap if self._entry[c] == s and self._home[c] == home]
+            heap[:] = {(s, c) for s, c in heap if self._entry[c] == s and self._home[c] == home}
             heapify(heap)
         self._entry[chunk] = score
         heappush(heap, (score, chunk))
@@ -208,7 +208,8 @@ class LeafPolicy(Policy):
         parents: NDArray[np.int64],
         queue: int,
         size: int,
-        ghost: Callable[[int], int],
+        ghosts: NDArray[np.uint64],
+        memory: NDArray[np.float64] | None = None,
     ) -> None:
         if not len(order):
             return
@@ -218,25 +219,49 @@ class LeafPolicy(Policy):
         # None before its descendants: an ancestor was used as late as they were.
         times = np.maximum.accumulate(born) - self._origin
         self._time = max(self._time, int(times[-1]))
-        home = queue * self._lists
-        np.frombuffer(self._home, np.int32)[order] = home
+        homes = np.frombuffer(self._home, np.int32)
+        homes[order] = queue * self._lists
         np.frombuffer(self._used)[order] = times
         np.frombuffer(self._entry)[order] = nan
         np.frombuffer(self._parent, np.int32)[order] = parents
-        np.frombuffer(self._digest, np.uint64)[order] = [ghost(chunk) for chunk in order.tolist()]
+        np.frombuffer(self._digest, np.uint64)[order] = ghosts
         linked = order[parents >= 0]
         above = parents[parents >= 0]
         lives = np.frombuffer(self._life, np.uint32)
         np.frombuffer(self._parent_life, np.uint32)[linked] = lives[above]
         np.add.at(np.frombuffer(self._kids, np.int32), above, 1)
-        self._count[home] = self._count.get(home, 0) + len(order)
         self._len += len(order)
         self._came(order, times)
+        if memory is not None:
+            self._recollect(order, memory, queue)
+        self._settled(order)
+        for home, count in zip(*np.unique(homes[order], return_counts=True), strict=True):
+            self._count[int(home)] = self._count.get(int(home), 0) + int(count)
         for chunk in order[np.frombuffer(self._kids, np.int32)[order] == 0].tolist():
             self._expose(chunk)
 
+    def _recollect(self, order: NDArray[np.int64], memory: NDArray[np.float64], queue: int) -> None:
+        """Put loaded chunks back where they stood, as far as that is known."""
+        kept = self._kept()
+        if memory.shape != (len(order), 2 + len(kept)):
+            raise ValueError(f"memory of shape {memory.shape} for {len(order)} chunks")
+        known = np.isfinite(memory).all(axis=1)
+        known &= (memory[:, 0] >= 0) & (memory[:, 0] < self._lists)
+        rows, some = order[known], memory[known]
+        home = queue * self._lists + some[:, 0].astype(np.int32)
+        np.frombuffer(self._home, np.int32)[rows] = home
+        np.frombuffer(self._used)[rows] = np.minimum(some[:, 1], self._time)
+        for column, values in zip(kept, some[:, 2:].T, strict=True):
+            into: NDArray[Any] = np.frombuffer(column, column.typecode)
+            if column.typecode != "d":
+                values = np.clip(values, 0, np.iinfo(into.dtype).max)
+            into[rows] = values.astype(into.dtype)
+
+    def _settled(self, chunks: NDArray[np.int64]) -> None:
+        """Many were loaded, and what is known of them has been put in place."""
+
     def _came(self, chunks: NDArray[np.int64], times: NDArray[np.int64]) -> None:
-        """Scores of many that became resident at once, without ghosts; they are in list 0."""
+        """Scores of many that became resident at once, of whom nothing is known; in list 0."""
         np.frombuffer(self._score)[chunks] = times
 
     def touch(self, chain: Sequence[int], now: int) -> None:
@@ -334,62 +359,24 @@ class LeafPolicy(Policy):
 
     # -- restart --------------------------------------------------------------------------------
 
-    def snapshot(self) -> dict[str, Any]:
-        """Columns of the resident chunks, little-endian; scores and time are our own."""
-        ids = np.flatnonzero(np.frombuffer(self._home, dtype=np.int32) >= 0).astype("<i8")
-        parents = np.frombuffer(self._parent, dtype=np.int32)[ids].astype("<i8")
-        lives = np.frombuffer(self._life, dtype=np.uint32)
-        known = np.frombuffer(self._parent_life, dtype=np.uint32)[ids]
-        parents[(parents >= 0) & (lives[parents] != known)] = ABSENT
-        return {
-            "policy": self.name,
-            "time": self._time,
-            "newest": self._newest,
-            "ids": ids.tobytes(),
-            "parent": parents.tobytes(),
-            **{name: self._column(name, ids).tobytes() for name in self._saved()},
-        }
+    def _kept(self) -> list[array[Any]]:
+        """The columns that `memory` tells besides the list and the last use."""
+        return [self._score]
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def snapshot(self) -> dict[str, Any]:
+        """Scores and time are our own."""
+        return {"policy": self.name, "time": self._time}
+
+    def memory(self, chunks: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[list, last use, score, ...] of each."""
+        lists = np.frombuffer(self._home, np.int32)[chunks] % self._lists
+        columns = [np.frombuffer(c, c.typecode)[chunks] for c in (self._used, *self._kept())]
+        return np.stack([lists, *columns], axis=1).astype(np.float64)
+
+    def restore(self, state: dict[str, Any], ghosts: Ghostly, now: int) -> None:
         if self._len:
             raise ValueError("restore needs an empty policy")
         if state.get("policy") != self.name:
             raise ValueError(f"snapshot of policy {state.get('policy')!r}, this is {self.name!r}")
-        self._time = int(state["time"])
-        ids = np.frombuffer(state["ids"], dtype="<i8")
-        parents = np.frombuffer(state["parent"], dtype="<i8")
-        if not len(ids):
-            return
-        if int(ids.min()) < 0:
-            raise ValueError("negative chunk id in a snapshot")
-        self._grow(int(max(ids.max(), parents.max())) + 1)
-        self._newest = int(state["newest"])
-        for name in self._saved():
-            column: array[Any] = getattr(self, name)
-            values = np.frombuffer(state[name], dtype=np.dtype(column.typecode).newbyteorder("<"))
-            if len(values) != len(ids):
-                raise ValueError(f"snapshot column {name} has {len(values)} of {len(ids)} values")
-            np.frombuffer(column, dtype=column.typecode)[ids] = values
-        for chunk, parent in zip(ids.tolist(), parents.tolist(), strict=True):
-            self._parent[chunk] = parent
-            if parent >= 0:
-                self._parent_life[chunk] = self._life[parent]
-                self._kids[parent] += 1
-        for chunk in ids.tolist():
-            home = self._home[chunk]
-            self._count[home] = self._count.get(home, 0) + 1
-            if not self._kids[chunk] and chunk != self._newest:
-                self._entry[chunk] = self._score[chunk]
-                self._heaps.setdefault(home, []).append((self._score[chunk], chunk))
-        for heap in self._heaps.values():
-            heapify(heap)
-        self._len = len(ids)
-
-    def _saved(self) -> tuple[str, ...]:
-        """Names of the columns that a snapshot holds."""
-        return ("_home", "_score", "_used", "_digest")
-
-    def _column(self, name: str, ids: NDArray[np.int64]) -> NDArray[Any]:
-        column: array[Any] = getattr(self, name)
-        values: NDArray[Any] = np.frombuffer(column, dtype=column.typecode)[ids]
-        return values.astype(values.dtype.newbyteorder("<"))
+        self._time = max(0, int(state["time"]))
+        self._origin = now - self._time  # the time in between is nobody's age

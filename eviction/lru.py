@@ -3,15 +3,15 @@
 The law of this module: one list a queue, coldest first. A use moves a whole chain to the hot end,
 its leaf first and its root last, so that an ancestor is never colder than what hangs below it.
 Links stand in flat arrays (20 bytes a chunk); a use of one chunk costs a fixed number of steps.
-What was deferred is in no list; each eviction brings one back, to the cold end.
+What was deferred is in no list; each eviction brings one back, to the cold end. A restart takes
+nothing with it: the order is that of the last uses, which the core knows.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +56,8 @@ class Lru(Policy):
         parents: NDArray[np.int64],
         queue: int,
         size: int,
-        ghost: Callable[[int], int],
+        ghosts: NDArray[np.uint64],
+        memory: NDArray[np.float64] | None = None,
     ) -> None:
         if not len(order):
             return
@@ -157,28 +158,6 @@ class Lru(Policy):
 
     def __len__(self) -> int:
         return self._len
-
-    def snapshot(self) -> dict[str, Any]:
-        """Ids of each queue, coldest first, and their last uses; little-endian i64."""
-        queues = []
-        for queue in sorted(self._coldest):
-            ids = np.fromiter(self.victims(queue, 0), "<i8")
-            used = np.array([self._used[chunk] for chunk in ids.tolist()], "<i8")
-            queues.append([queue, ids.tobytes(), used.tobytes()])
-        return {"policy": self.name, "queues": queues}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        if self._len:
-            raise ValueError("restore needs an empty policy")
-        if state.get("policy") != self.name:
-            raise ValueError(f"snapshot of policy {state.get('policy')!r}, this is {self.name!r}")
-        for queue, packed, used in state["queues"]:
-            ids = np.frombuffer(packed, "<i8").tolist()
-            times = np.frombuffer(used, "<i8").tolist()
-            if len(ids) != len(times) or any(chunk < 0 for chunk in ids):
-                raise ValueError(f"snapshot of queue {queue} does not hold")
-            for chunk, time in zip(ids, times, strict=True):
-                self.insert(chunk, parent=ABSENT, queue=queue, size=0, ghost=0, now=time)
 
     def _back(self, chunk: int) -> None:
         """A deferred chunk is no longer; the caller puts it into its queue's list."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.eviction.base import Ghostly
 from kvd.eviction.ghosts import Ghosts
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy
 from kvd.eviction.walk import Walk
@@ -110,13 +111,16 @@ class S3Fifo(LeafPolicy):
     def _columns(self) -> list[tuple[array[Any], float | int]]:
         return [*super()._columns(), (self._uses, 0)]
 
-    def _saved(self) -> tuple[str, ...]:
-        return (*super()._saved(), "_uses")
+    def _kept(self) -> list[array[Any]]:
+        return [self._score, self._uses]
 
     def snapshot(self) -> dict[str, Any]:
-        return {**super().snapshot(), "peak": self._peak, "ghosts": self._ghosts.snapshot()}
+        return {**super().snapshot(), "peak": self._peak}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
+    def ghosts(self, begin: int, count: int) -> Ghostly | None:
+        return self._ghosts.part(begin, count)
+
+    def restore(self, state: dict[str, Any], ghosts: Ghostly, now: int) -> None:
+        super().restore(state, ghosts, now)
         self._peak = int(state["peak"])
-        self._ghosts.restore(state["ghosts"])
+        self._ghosts.restore(*ghosts)

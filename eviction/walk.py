@@ -49,6 +49,7 @@ class Walk:
         self._policy = policy
         self._homes = homes
         self._veto = veto
+        self._joined: set[int] = set()  # an entry may stand in a heap twice
         self._left: dict[int, int] = {}  # parent -> children not named yet
         self._late: list[list[int]] = [[] for _ in homes]
         self._front: list[list[tuple[float, int, int]]] = [[] for _ in homes]
@@ -107,6 +108,9 @@ class Walk:
         return chunk if chunk >= 0 else self.last()
 
     def _join(self, chunk: int, which: int) -> None:
+        if chunk in self._joined:
+            return
+        self._joined.add(chunk)
         if self._veto is not None and self._veto(chunk):
             self._late[which].append(chunk)
         else:

@@ -270,7 +270,13 @@ class ScrubCursor(NamedTuple):
     part: int
 
 
-# -- for the log --------------------------------------------------------------------------------
+# -- about policies ------------------------------------------------------------------------------
+
+
+class Remembered(NamedTuple):
+    """A part of what policies know, to be kept for the next life; None: that was all."""
+
+    part: dict[str, Any] | None
 
 
 class PolicyFailed(NamedTuple):
@@ -296,5 +302,6 @@ Action = (
     | TierScrub
     | TierDelete
     | ScrubCursor
+    | Remembered
     | PolicyFailed
 )

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.core.actions import PolicyFailed
+from kvd.core.recollection import Recollection
 from kvd.eviction.base import Policy
 from kvd.eviction.recency import Recency
 
@@ -31,8 +32,23 @@ class Advice:
         self.turn = 0  # raised when that changes, and when what took over knows all
         self.error = ""  # why the turn of the configured one is over
         self.partial = False  # something may be resident that is not known here
+        self.recollection: Recollection | None = None  # what an earlier life knew, while needed
         self.failed: Callable[[PolicyFailed], None] = lambda told: None
         self.begin_load: Callable[[], None] = lambda: None
+
+    def recall(self, make: Callable[[], Policy], known: Recollection, now: int) -> bool:
+        """Take up what an earlier life knew; whether it could be. Pre: nothing was told yet."""
+        if self.policy is None or known.policy != self.name:
+            return False
+        try:
+            self.policy.restore(known.state, (known.ghosts, known.ghost_values), now)
+            if self.policy.memory(np.empty(0, np.int64)).shape[1] != known.memory.shape[1]:
+                raise ValueError("memory of another width")
+        except Exception:  # noqa: BLE001 - it does not hold: a cold policy
+            self.policy = make()
+            return False
+        self.recollection = known
+        return True
 
     @property
     def turn_of(self) -> str:
@@ -51,7 +67,7 @@ class Advice:
                 )
                 return
             except Exception as error:  # noqa: BLE001 - the boundary of a policy
-                self._fail("insert", error)
+                self.fail("insert", error)
 
     def load(
         self,
@@ -61,34 +77,43 @@ class Advice:
         parents: NDArray[np.int64],
         queue: int,
         size: int,
-        ghost: Callable[[int], int],
+        ghosts: NDArray[np.uint64],
     ) -> None:
         try:
             if self.policy is not None:
-                self.policy.load(order, born, parents=parents, queue=queue, size=size, ghost=ghost)
+                known = self.recollection
+                self.policy.load(
+                    order,
+                    born,
+                    parents=parents,
+                    queue=queue,
+                    size=size,
+                    ghosts=ghosts,
+                    memory=None if known is None else known.of(ghosts),
+                )
         except Exception as error:  # noqa: BLE001 - the job that takes over loads them
-            self._fail("load", error)
+            self.fail("load", error)
 
     def touch(self, chain: Sequence[int], now: int) -> None:
         try:
             if self.policy is not None:
                 self.policy.touch(chain, now)
         except Exception as error:  # noqa: BLE001
-            self._fail("touch", error)
+            self.fail("touch", error)
 
     def defer(self, chunks: Sequence[int], now: int) -> None:
         try:
             if self.policy is not None:
                 self.policy.defer(chunks, now)
         except Exception as error:  # noqa: BLE001
-            self._fail("defer", error)
+            self.fail("defer", error)
 
     def forget(self, chunk: int, *, evicted: bool) -> None:
         try:
             if self.policy is not None:
                 self.policy.forget(chunk, evicted=evicted)
         except Exception as error:  # noqa: BLE001
-            self._fail("forget", error)
+            self.fail("forget", error)
 
     # -- what it is asked -----------------------------------------------------------------------
 
@@ -98,13 +123,13 @@ class Advice:
             if self.policy is not None:
                 yield from self.policy.victims(queue, now)
         except Exception as error:  # noqa: BLE001
-            self._fail("victims", error)
+            self.fail("victims", error)
 
     def coldness(self, queue: int, now: int) -> float | None:
         try:
             return None if self.policy is None else self.policy.coldness(queue, now)
         except Exception as error:  # noqa: BLE001
-            self._fail("coldness", error)
+            self.fail("coldness", error)
             return None
 
     def value(self, chunk: int, now: int) -> float:
@@ -112,17 +137,19 @@ class Advice:
         try:
             return 0.0 if self.policy is None else self.policy.value(chunk, now)
         except Exception as error:  # noqa: BLE001
-            self._fail("value", error)
+            self.fail("value", error)
             return 0.0
 
     # -- a turn that is over --------------------------------------------------------------------
 
-    def _fail(self, method: str, error: Exception) -> None:
+    def fail(self, method: str, error: Exception) -> None:
+        """An exception of the policy: its turn is over."""
         what = f"{self.turn_of}.{method}: {type(error).__name__}: {error}"[:_TEXT]
         first = not self.error
         self.error = self.error or what
         self.partial = True
         self.turn += 1
+        self.recollection = None
         self.policy = Recency() if first else None
         self.failed(PolicyFailed(self.tier, what, error))
         if first:

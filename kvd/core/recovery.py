@@ -330,6 +330,7 @@ class Recovery:
         if store.holes[queue]:
             for filled in unique.tolist():
                 store.holes[queue].pop(filled, None)
+        self._adoption.last_uses(new, lower.policy)
         order = self._adoption.coldest_first(new) if len(new) > _SLICE else new
         lower.policy.load(
             order,
@@ -337,7 +338,7 @@ class Recovery:
             parents=chunks.np_parent[order].astype(np.int64),
             queue=queue,
             size=space.chunk_slot_bytes,
-            ghost=store.ghost,
+            ghosts=store.ghosts(order),
         )
         alone = unique[
             (chunks.np_ready[unique] == 0)

@@ -404,8 +404,14 @@ class Store:
         self.out.append(WriteRecord(cells.record[cell], header))
 
     def ghost(self, row: int) -> int:
-        """64 bits that stand for a key in a policy's memory of what it evicted."""
-        return int(self.chunks.np_key[row, 1])
+        """64 bits that stand for a chunk in a policy's memory of what it evicted."""
+        return int(self.chunks.np_key[row, 1]) ^ self.spaces.salts[self.chunks.space[row]]
+
+    def ghosts(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """The same of many."""
+        salts = np.array(self.spaces.salts, np.uint64)
+        ghosts: NDArray[np.uint64] = self.chunks.np_key[rows, 1] ^ salts[self.chunks.np_space[rows]]
+        return ghosts
 
     # -- recency --------------------------------------------------------------------------------
 

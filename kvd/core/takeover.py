@@ -43,7 +43,7 @@ def take_over(store: Store, advice: Advice, lower: Lower | None) -> Work[None]:
                 parents=chunks.np_parent[order].astype(np.int64),
                 queue=queue,
                 size=store.spaces.of(chunks.space[rows[0]]).chunk_slot_bytes,
-                ghost=store.ghost,
+                ghosts=store.ghosts(order),
             )
         begin = some.stop
         if spent(store, 2 + int(there.sum()) // 10):

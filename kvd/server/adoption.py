@@ -23,6 +23,7 @@ from kvd.errors import ArenaError, ConfigError, SpecError
 from kvd.eviction import Policy, factory
 from kvd.server.config import Config
 from kvd.server.counters import Counters
+from kvd.server.remembering import read_memory
 
 __all__ = ["Opened", "SpecRegistry", "check_arena_path", "open_core", "policy_of"]
 
@@ -132,6 +133,11 @@ def open_core(
     core.ask_room(arena.reserve_records)
     core.grow(arena.reserved)
     registry = SpecRegistry(arena, core, counters)
+    known = read_memory(Path(config.policy_file), config.instance)
+    if known:
+        tiers_known = core.recall(known, time.monotonic_ns())
+        log.info("eviction goes on where it was in: %s", ", ".join(tiers_known) or "no tier")
+    del known
     if not arena.adopted:
         return Opened(core, [], registry, [], 0, 0, 0.0)
     stored = arena.registry_load()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvd.arena import ArenaOwner
     from kvd.core import Core
     from kvd.server.ladder import Ladder
+    from kvd.server.remembering import Keeper
 
 __all__ = ["Carrier"]
 
@@ -45,6 +46,7 @@ class Carrier:
         transfers: Transfers,
         counters: Counters,
         ladder: Ladder | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self.core = core
         self._ladder = ladder
@@ -65,6 +67,8 @@ class Carrier:
             ac.Copy: self._start_copy,
             ac.PolicyFailed: self._policy_failed,
         }
+        if keeper is not None:
+            self._carry[ac.Remembered] = lambda action: keeper.add(action.part)
         if ladder is not None:
             for kind in (ac.TierWrite, ac.TierRead, ac.TierScrub, ac.TierDelete):
                 self._carry[kind] = ladder.add

@@ -66,6 +66,7 @@ class Config:
     write_share: float
     lease_share: float
     eviction_policy: str
+    eviction_keep_s: float
     watermarks: tuple[float, float]
     transient_share: float
     room_wait_s: float
@@ -119,6 +120,11 @@ class Config:
     def arena_base(self) -> str:
         """Path of the arena's files without their endings."""
         return os.path.join(self.arena_path, f"kvd-{os.getuid()}-{self.instance}")
+
+    @property
+    def policy_file(self) -> str:
+        """Path of what the policies know."""
+        return self.arena_base + ".policy"
 
     @property
     def admin_gid(self) -> int | None:

@@ -72,16 +72,7 @@ def test_what_comes_at_once_stands_as_hot_as_who_stands_behind_it() -> None:
         parents=np.array([1, 0, NONE]),
         queue=0,
         size=1,
-        ghost=int,
+        ghosts=np.arange(3, dtype=np.uint64),
     )
     assert list(policy.victims(0, 10 * S)) == [5, 2, 1, 0]
     assert policy.value(0, 10 * S) == policy.value(2, 10 * S)
-
-
-def test_a_snapshot_of_another_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="fifo"):
-        Lru().restore({"policy": "fifo", "queues": []})
-    used = Lru()
-    insert(used, 0, 0)
-    with pytest.raises(ValueError, match="empty"):
-        used.restore(Lru().snapshot())

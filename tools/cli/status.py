@@ -418,6 +418,7 @@ def _errors(book: Book) -> Text:
                 ("specs not kept for a restart", "registry_failures"),
                 ("same hash, other identity", "key_mismatches"),
                 ("policy", "policy_errors"),
+                ("policies not kept for a restart", "policy_writes_failed"),
                 ("faults of the daemon", "faults"),
             )
         )
