@@ -92,7 +92,7 @@ class Adaptive(LeafPolicy):
 
     def touch(self, chain: Sequence[int], now: int) -> None:
         time = self._clock(now)
-        if self._late:
+        if self._late or self._over:
             self._recall(chain)
         known, home, used, same_ns = len(self._home), self._home, self._used, self._same_ns
         fresh: list[int] = []
@@ -182,6 +182,8 @@ class Adaptive(LeafPolicy):
             self._heaps, self._entry = self._heir_heaps, self._heir_entry
             self._heir_heaps, self._heir_entry = {}, array("d")
             self._late.clear()  # all leaves are in the heaps
+            self._soon.clear()
+            self._over.clear()
 
     def _push_heir(self, chunk: int) -> None:
         score = self._columns_of[self._heir][chunk]

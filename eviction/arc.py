@@ -70,8 +70,10 @@ class Arc(LeafPolicy):
         once, again = self._count.get(home, 0), self._count.get(home + 1, 0)
         share = self._target / max(self._len, 1)
         while True:
-            which = ONCE if once > share * (once + again) else AGAIN
-            chunk = walk.take_either(which, 1 - which)
+            chunk = walk.soon()
+            if chunk < 0:
+                which = ONCE if once > share * (once + again) else AGAIN
+                chunk = walk.take_either(which, 1 - which)
             if chunk < 0:
                 return
             if self._home[chunk] == home:

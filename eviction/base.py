@@ -83,10 +83,16 @@ class Policy(ABC):
         them. No use is counted. Without a better way, they count as used."""
         self.touch(chunks[::-1], now)
 
+    def cool(self, chunks: Sequence[int], now: int) -> None:
+        """These chunks, in order from leaf to root, are said not to be used again: a hint. Post:
+        those that have nothing below them are named before all others of their queue, until they
+        are used or something is stored below them. Nothing else is changed, for hints can be wrong.
+        A policy may do nothing."""
+
     @abstractmethod
     def coldness(self, queue: int, now: int) -> float | None:
         """A number that can be compared between queues: the smaller, the less the first victim
-        of this queue is worth keeping. Infinite when nothing is left but what was deferred. None
+        of this queue is worth keeping. 0 where that was cooled; infinite when nothing is left but what was deferred. None
         when the queue is empty."""
 
     @abstractmethod

@@ -54,7 +54,7 @@ class Crf(LeafPolicy):
 
     def touch(self, chain: Sequence[int], now: int) -> None:
         time = self._clock(now)
-        if self._late:
+        if self._late or self._over:
             self._recall(chain)
         x, same_ns = time / self._half_ns, self._same_ns
         score, home, used = self._score, self._home, self._used

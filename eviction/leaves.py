@@ -19,7 +19,7 @@ from abc import abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
-from math import inf, nan
+from math import inf, isinf, nan
 from typing import Any
 
 import numpy as np
@@ -58,13 +58,16 @@ class LeafPolicy(Policy):
         self._kids = array("i")  # resident children, also of an id that is not here yet
         self._home = array("i")  # queue * _lists + list, or -1: not here
         self._score = array("d")
-        # score under which the chunk is in its heap; nan: it isn't; inf: it was deferred
+        # score under which the chunk is in its heap; nan: it isn't; inf: it was deferred; -inf:
+        # it was cooled
         self._entry = array("d")
         self._used = array("d")  # last use on our clock, ns
         self._digest = array("Q")
         self._heaps: dict[int, list[tuple[float, int]]] = {}
         self._count: dict[int, int] = {}  # chunks at a home
         self._late = Aside()  # deferred
+        self._over: set[int] = set()  # cooled
+        self._soon = Aside()  # leaves of these that were not deferred
         self._newest = ABSENT
         self._len = 0
         self._origin: int | None = None  # the core's time at our time 0
@@ -103,7 +106,7 @@ class LeafPolicy(Policy):
     def _rescore(self, chunk: int, score: float) -> None:
         """Set a score that may be lower than before. Pre: resident."""
         self._score[chunk] = score
-        if self._entry[chunk] == inf:
+        if isinf(self._entry[chunk]):
             return
         if chunk != self._newest and not self._kids[chunk]:
             self._entry[chunk] = nan
@@ -114,7 +117,7 @@ class LeafPolicy(Policy):
         self._count[self._home[chunk]] -= 1
         self._count[home] = self._count.get(home, 0) + 1
         self._home[chunk] = home
-        if self._entry[chunk] == inf:
+        if isinf(self._entry[chunk]):
             return
         self._entry[chunk] = nan
         if chunk != self._newest and not self._kids[chunk]:
@@ -123,6 +126,10 @@ class LeafPolicy(Policy):
     def _expose(self, chunk: int) -> None:
         """The chunk is a leaf: see that its heap has an entry for it."""
         if self._entry[chunk] == self._entry[chunk]:  # not nan: a lower bound is there
+            return
+        if chunk in self._over:
+            self._entry[chunk] = -inf
+            self._soon.put(chunk, self._home[chunk] // self._lists)
             return
         home, score = self._home[chunk], self._score[chunk]
         heap = self._heaps.get(home)
@@ -165,11 +172,25 @@ class LeafPolicy(Policy):
         return held if held >= 0 else self._late.first(queue)
 
     def _recall(self, chain: Sequence[int]) -> None:
-        """What was deferred has been used: it is judged by its score again."""
+        """What stood aside has been used: it is judged by its score again."""
         for chunk in chain:
-            if self._late.take(chunk):
+            self._over.discard(chunk)
+            if self._late.take(chunk) or self._soon.take(chunk):
                 self._entry[chunk] = nan
                 self._expose(chunk)
+
+    def _return(self) -> None:
+        """The first of those that were deferred comes back to where it stood."""
+        chunk = self._late.first()
+        self._late.take(chunk)
+        self._entry[chunk] = nan
+        self._expose(chunk)
+
+    def _hot(self, parent: int) -> None:
+        """Something was stored below a chunk: it is no leaf, and does not stand aside."""
+        self._over.discard(parent)
+        if self._late.take(parent) or self._soon.take(parent):
+            self._entry[parent] = nan
 
     def resident(self, chunk: int) -> bool:
         """Whether the id is here now."""
@@ -193,8 +214,8 @@ class LeafPolicy(Policy):
         if parent >= 0:
             self._parent_life[chunk] = self._life[parent]
             self._kids[parent] += 1
-            if self._late and self._late.take(parent):  # no leaf any more
-                self._entry[parent] = nan
+            if self._late or self._over:
+                self._hot(parent)
         self._len += 1
         self._score[chunk] = self._first(chunk, ghost, size, time)
         if newest >= 0 and not self._kids[newest]:
@@ -266,7 +287,7 @@ class LeafPolicy(Policy):
 
     def touch(self, chain: Sequence[int], now: int) -> None:
         time = self._clock(now)
-        if self._late:
+        if self._late or self._over:
             self._recall(chain)
         home, used, same_ns = self._home, self._used, self._same_ns
         known = len(home)
@@ -279,10 +300,13 @@ class LeafPolicy(Policy):
         if not self.resident(chunk):
             return
         self._gone(chunk, evicted)
+        if chunk in self._over:
+            self._over.discard(chunk)
+            self._soon.take(chunk)
         if self._late:
             self._late.take(chunk)
             if evicted and self._late:
-                self._recall((self._late.first(),))
+                self._return()
         if chunk == self._newest:
             self._newest = ABSENT
         self._count[self._home[chunk]] -= 1
@@ -299,7 +323,14 @@ class LeafPolicy(Policy):
 
     def victims(self, queue: int, now: int) -> Iterator[int]:
         walk = Walk(self, (queue * self._lists,))
-        while (chunk := walk.take(0)) >= 0 or (chunk := walk.last()) >= 0:
+        while True:
+            chunk = walk.soon()
+            if chunk < 0:
+                chunk = walk.take(0)
+            if chunk < 0:
+                chunk = walk.last()
+            if chunk < 0:
+                return
             yield chunk
 
     def defer(self, chunks: Sequence[int], now: int) -> None:
@@ -307,18 +338,33 @@ class LeafPolicy(Policy):
             if self.resident(chunk) and not self._kids[chunk]:
                 if chunk == self._newest:
                     self._newest = ABSENT
+                self._soon.take(chunk)
                 self._entry[chunk] = inf
                 self._late.put(chunk, self._home[chunk] // self._lists)
 
+    def cool(self, chunks: Sequence[int], now: int) -> None:
+        for chunk in chunks:
+            if self.resident(chunk):
+                self._over.add(chunk)
+                if chunk == self._newest:
+                    self._newest = ABSENT
+                if not self._kids[chunk] and chunk not in self._late:
+                    self._entry[chunk] = nan
+                    self._expose(chunk)
+
     def coldness(self, queue: int, now: int) -> float | None:
-        chunk = self._top(queue * self._lists)
+        chunk = self._soon.first(queue)
+        if chunk < 0:
+            chunk = self._top(queue * self._lists)
         return self._coldness_of(chunk if chunk >= 0 else self._rest(queue), now)
 
     def _coldness_of(self, first: int, now: int) -> float | None:
         """Coldness of a queue with this first victim (-1: none)."""
         if first < 0:
             return None
-        return inf if self._entry[first] == inf else self.value(first, now)
+        if isinf(self._entry[first]):
+            return max(0.0, self._entry[first])
+        return self.value(first, now)
 
     def value(self, chunk: int, now: int) -> float:
         if not self.resident(chunk):

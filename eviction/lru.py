@@ -130,6 +130,15 @@ class Lru(Policy):
                     self._queue[chunk] = _aside(queue)
                 self._late.put(chunk, queue)
 
+    def cool(self, chunks: Sequence[int], now: int) -> None:
+        for chunk in reversed(chunks):
+            if 0 <= chunk < len(self._queue) and self._queue[chunk] != ABSENT:
+                if self._queue[chunk] < 0:
+                    self._back(chunk)
+                else:
+                    self._unlink(chunk, self._queue[chunk])
+                self._prepend(chunk, self._queue[chunk])
+
     def coldness(self, queue: int, now: int) -> float | None:
         chunk = self._coldest.get(queue, ABSENT)
         if chunk >= 0:

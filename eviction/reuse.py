@@ -138,6 +138,8 @@ class Reuse(LeafPolicy):
         """The first victim, or -1."""
         if self._due <= 0:
             self._refresh(time)
+        if (cool := self._soon.first(queue)) >= 0:
+            return cool
         base, best, least = queue * self._lists, ABSENT, 0.0
         for home in range(base, base + self._lists):
             if self._count.get(home):
@@ -157,6 +159,10 @@ class Reuse(LeafPolicy):
         base = queue * self._lists
         walk = Walk(self, tuple(range(base, base + self._lists)))
         while True:
+            if (chunk := walk.soon()) >= 0:
+                if chunk != first:
+                    yield chunk
+                continue
             which, least = ABSENT, 0.0
             for n in range(self._lists):
                 chunk = walk.peek(n)

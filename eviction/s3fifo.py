@@ -64,6 +64,8 @@ class S3Fifo(LeafPolicy):
     def _settle(self, queue: int, now: int) -> int:
         """Give the rounds that uses have bought, until the first victim is one; -1 if none."""
         home = queue * 2
+        if (cool := self._soon.first(queue)) >= 0:
+            return cool
         while True:
             which = self._which(self._count.get(home, 0), self._count.get(home + 1, 0))
             chunk = self._top(home + which)
@@ -95,8 +97,10 @@ class S3Fifo(LeafPolicy):
         walk = Walk(self, (home, home + 1), veto=lambda chunk: self._uses[chunk] > 0)
         small, main = self._count.get(home, 0), self._count.get(home + 1, 0)
         while True:
-            which = self._which(small, main)
-            chunk = walk.take_either(which, 1 - which)
+            chunk = walk.soon()
+            if chunk < 0:
+                which = self._which(small, main)
+                chunk = walk.take_either(which, 1 - which)
             if chunk < 0:
                 return
             if self._home[chunk] == home:

@@ -26,6 +26,8 @@ class Forest(Protocol):
     _heaps: dict[int, list[tuple[float, int]]]
     _newest: int
     _late: Aside
+    _soon: Aside
+    _over: set[int]
     _lists: int
 
     def _top(self, home: int) -> int: ...
@@ -37,7 +39,8 @@ class Walk:
     """One pass over the lists of a queue as if what was named had gone: nothing is changed.
 
     A parent joins when its last resident child has been named. `veto(chunk)` true: the chunk is
-    kept for the end of its list. Behind all lists stands what was deferred.
+    kept for the end of its list. Before all lists stands what was cooled, behind them what was
+    deferred.
     """
 
     def __init__(
@@ -61,7 +64,14 @@ class Walk:
         newest = policy._newest
         held = newest >= 0 and policy._home[newest] in homes and not policy._kids[newest]
         self._last = newest if held else -1
+        self._cool = iter(policy._soon.of(homes[0] // policy._lists))
+        self._cooler: list[int] = []  # whose last child has been named
         self._deferred = iter(policy._late.of(homes[0] // policy._lists))
+
+    def soon(self) -> int:
+        """What was cooled, each once, or -1."""
+        chunk = self._cooler.pop() if self._cooler else next(self._cool, -1)
+        return self._named(chunk) if chunk >= 0 else -1
 
     def last(self) -> int:
         """What is named when nothing else is left, each once, or -1."""
@@ -122,6 +132,10 @@ class Walk:
         if parent >= 0:
             left = self._left.get(parent, policy._kids[parent]) - 1
             self._left[parent] = left
-            if not left and policy._home[parent] in self._homes:
+            if left or policy._home[parent] not in self._homes:
+                pass
+            elif parent in policy._over:
+                self._cooler.append(parent)
+            else:
                 self._join(parent, self._homes.index(policy._home[parent]))
         return chunk

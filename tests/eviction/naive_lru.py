@@ -37,6 +37,12 @@ class NaiveLru:
             if queue is not None:
                 self.late[chunk] = queue
 
+    def cool(self, chunks: Sequence[int]) -> None:
+        for chunk in reversed(chunks):
+            queue = self._take(chunk)
+            if queue is not None:
+                self.order.setdefault(queue, []).insert(0, chunk)
+
     def _take(self, chunk: int) -> int | None:
         """Out of where it is; its queue."""
         for queue, names in self.order.items():

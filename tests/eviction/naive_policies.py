@@ -44,6 +44,7 @@ class Twin:
         self.life: dict[int, int] = {}
         self.newest = NONE
         self.late: list[int] = []  # deferred
+        self.over: set[int] = set()  # cooled
         self.origin: int | None = None
         self.time = 0
         self.peak = 0
@@ -82,6 +83,7 @@ class Twin:
         self.newest = chunk
         if (above := self.parent(record)) is not None:
             self.recall(above.chunk)
+            self.over.discard(above.chunk)
         self.peak = max(self.peak, len(self.here))
         self.born(record)
 
@@ -91,12 +93,24 @@ class Twin:
             record = self.here.get(chunk)
             if record is not None:
                 self.recall(chunk)
+                self.over.discard(chunk)
                 self.use(record, time, time - record.used < S)
                 record.used = time
 
     def recall(self, chunk: int) -> None:
         if chunk in self.late:
             self.late.remove(chunk)
+
+    def cool(self, chunks: Iterable[int]) -> None:
+        for chunk in chunks:
+            if chunk in self.here:
+                self.over.add(chunk)
+                if self.newest == chunk:
+                    self.newest = NONE
+
+    def cool_leaves(self, leaves: Iterable[int]) -> set[int]:
+        """Those that go before all others."""
+        return {c for c in leaves if c in self.over and c not in self.late}
 
     def defer(self, chunks: Iterable[int]) -> None:
         parents = {p.chunk for r in self.here.values() if (p := self.parent(r)) is not None}
@@ -118,6 +132,7 @@ class Twin:
         if self.newest == chunk:
             self.newest = NONE
         self.recall(chunk)
+        self.over.discard(chunk)
         if evicted and self.late:
             del self.late[0]
 
@@ -146,6 +161,11 @@ class Twin:
             assert chunk in leaves, f"{chunk} is no leaf of what is left: {order}"
             aside = {self.newest, *self.late}
             choice = [r for r in leaves.values() if r.chunk not in aside]
+            if cool := self.cool_leaves(leaves):
+                assert chunk in cool, f"{chunk} goes before {cool} in {order}"
+                counts[leaves[chunk].list] -= 1
+                named.append(chunk)
+                continue
             if not choice:
                 last = [c for c in (self.newest, *self.late) if c in leaves]
                 choice = [leaves[last[0]]]
@@ -363,6 +383,8 @@ class NaiveS3Fifo(Twin):
             which = 0 if small > 0.1 * len(mine) or small == len(mine) else 1
             aside = {self.newest, *self.late}
             leaves = [r for r in self.leaves(queue, ()) if r.chunk not in aside]
+            if self.cool_leaves(r.chunk for r in leaves):
+                return
             choice = first_of(leaves, which)
             if not choice:
                 return

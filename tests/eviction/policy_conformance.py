@@ -386,6 +386,63 @@ class PolicyConformance:
         assert cold is not None and other is not None
         assert cold >= other
 
+    # -- hints ----------------------------------------------------------------------------------
+
+    def test_what_was_cooled_goes_first_leaf_by_leaf(self) -> None:
+        cache = Cache(self.make(), 100)
+        for n in range(10):
+            cache.use(prompt(n, 5))
+            cache.now += 2 * S
+        for _ in range(3):
+            cache.use(prompt(4, 5))
+            cache.now += 2 * S
+        suffix = [cache.row[name] for name in reversed(prompt(4, 5)[2:])]
+        cache.policy.cool(suffix, cache.now)
+        order = list(cache.policy.victims(0, cache.now))
+        assert sorted(order) == sorted(cache.row.values())
+        assert order[:3] == suffix
+        assert cache.policy.coldness(0, cache.now) is not None
+
+    def test_a_use_takes_a_hint_back(self) -> None:
+        cache = Cache(self.make(), 100)
+        for n in range(10):
+            cache.use(prompt(n, 3))
+            cache.now += 2 * S
+        chain = [cache.row[name] for name in prompt(7, 3)]
+        cache.policy.cool(chain[::-1], cache.now)
+        other = cache.policy
+        for chunk in list(other.victims(0, cache.now))[:3]:
+            assert chunk in chain
+        cache.use([*prompt(7, 3), "longer"])  # stored below, and used
+        assert not set(chain) & set(list(other.victims(0, cache.now))[:9])
+
+    def test_what_was_cooled_and_is_leased_costs_no_more_than_others(self) -> None:
+        cache = Cache(self.make(), 1_000)
+        for n in range(100):
+            cache.use(prompt(n, 9))
+            cache.policy.cool([cache.row[name] for name in reversed(prompt(n, 9))], cache.now)
+        cache.leased = set(cache.row)
+        for n in range(1_000):
+            cache.use(prompt(("other", n), 1))
+        assert cache.evictions >= 850
+        assert cache.skipped <= 2 * 900 + 20 * cache.evictions
+        cache.leased = set()
+        for n in range(1_000):
+            cache.use(prompt(("more", n), 1))
+        assert not any((n, 0) in cache.row for n in range(100))
+
+    def test_whatever_is_hinted_prefixes_stay_closed(self) -> None:
+        rng = random.Random(13)
+        cache = Cache(self.make(), 60)
+        for n in range(1000):
+            shared = prompt(rng.randrange(6), rng.randrange(1, 8))
+            cache.use([*shared, *[(shared[-1], rng.randrange(12), k) for k in range(n % 9)]])
+            some = rng.sample(sorted(cache.row.values()), min(5, len(cache.row)))
+            cache.policy.cool(some, cache.now)
+            assert len(cache.policy) == len(cache.row)
+            assert cache.prefix_closed()
+        assert cache.evictions > 100
+
     def test_whatever_is_leased_prefixes_stay_closed(self) -> None:
         rng = random.Random(11)
         cache = Cache(self.make(), 80)

@@ -17,6 +17,7 @@ calls = st.lists(
         st.tuples(st.just("insert"), st.integers(0, 15), st.integers(0, QUEUES - 1)),
         st.tuples(st.just("touch"), st.lists(st.integers(-1, 16), max_size=6), st.just(0)),
         st.tuples(st.just("forget"), st.integers(-1, 16), st.integers(0, 1)),
+        st.tuples(st.just("cool"), st.lists(st.integers(-1, 16), max_size=6), st.just(0)),
         st.tuples(st.just("defer"), st.lists(st.integers(-1, 16), max_size=6), st.just(0)),
     ),
     max_size=60,
@@ -40,6 +41,9 @@ def test_the_order_is_the_naive_twins(some: list[tuple[str, object, int]]) -> No
         elif call == "touch" and isinstance(what, list):
             policy.touch(what, now * S)
             twin.touch(what)
+        elif call == "cool" and isinstance(what, list):
+            policy.cool(what, now * S)
+            twin.cool(what)
         elif call == "defer" and isinstance(what, list):
             policy.defer(what, now * S)
             twin.defer(what)

@@ -64,6 +64,7 @@ calls = st.lists(
         st.tuples(st.just("touch"), st.lists(st.integers(-1, IDS + 1), max_size=6, unique=True)),
         st.tuples(st.just("evict"), st.integers(0, QUEUES - 1), st.integers(0, 3)),
         st.tuples(st.just("defer"), st.integers(0, QUEUES - 1), st.integers(1, 4)),
+        st.tuples(st.just("cool"), st.lists(st.integers(-1, IDS + 1), max_size=4, unique=True)),
         st.tuples(st.just("remove"), st.integers(-1, IDS)),
         st.tuples(st.just("wait"), st.sampled_from([0, 1, S // 2, 3 * S, 40 * S, 400 * S])),
     ),
@@ -105,13 +106,16 @@ def test_the_order_is_one_that_the_twin_allows(
                 some_first = twin.check(policy, queue, now)[:count]
                 policy.defer(some_first, now)
                 twin.defer(some_first)
+            case ("cool", list(chain)):
+                policy.cool(chain, now)
+                twin.cool(chain)
             case ("remove", int(chunk)):
                 policy.forget(chunk, evicted=False)
                 twin.forget(chunk, evicted=False)
             case ("wait", int(ns)):
                 now += ns
         assert len(policy) == len(twin.here)
-        if restart and step == len(some) // 2 and not twin.late:
+        if restart and step == len(some) // 2 and not (twin.late or twin.over):
             policy = restarts_as_it_was(policy, PAIRS[name]()[0], twin, now)
     for queue in range(QUEUES):
         twin.check(policy, queue, now)
