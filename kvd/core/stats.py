@@ -9,6 +9,7 @@ from typing import Any
 
 from kvd.core.counters import as_dict
 from kvd.core.leases import Leases
+from kvd.core.lower import Lower
 from kvd.core.shares import UNBOUNDED
 from kvd.core.spaces import Space
 from kvd.core.store import Store
@@ -45,7 +46,7 @@ def stat(
         gauges = _own(leases, writes, namespace)
         counters = as_dict(store.counters.tenant(namespace))
         sessions = sum(s.namespace == namespace for s in store.sessions.by_number.values())
-    tier = {
+    tier: dict[str, Any] = {
         "name": "dram",
         "limit_bytes": store.config.size,
         "used_bytes": slabs.taken_bytes,
@@ -57,8 +58,10 @@ def stat(
         "writing_bytes": gauges["writing_bytes"],
         "held_bytes": store.held_bytes,
         "leased_chunks": gauges["leased_chunks"],
-        "state": "draining" if store.draining else "ok",
+        "state": "draining" if store.draining else "degraded" if store.policy.error else "ok",
     }
+    if namespace is None:
+        tier["eviction"] = store.policy.shown()
     below = [
         {
             "name": lower.name,
@@ -68,7 +71,8 @@ def stat(
             "reading": lower.reading,
             "writing": lower.writing,
             "overdue": lower.overdue,
-            "state": "ok" if lower.readable and lower.writable else "degraded",
+            "eviction": lower.policy.shown(),
+            "state": "ok" if _well(lower) else "degraded",
         }
         for lower in store.ladder.lowers
     ]
@@ -97,6 +101,10 @@ def stat(
         "counters": {**counters, **gauges},
         "tenants": tenants,
     }
+
+
+def _well(lower: Lower) -> bool:
+    return lower.readable and lower.writable and not lower.policy.error
 
 
 def tenant_names(store: Store) -> list[str]:

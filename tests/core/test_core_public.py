@@ -86,7 +86,7 @@ def test_what_continues_a_public_chunk_is_no_orphan() -> None:
     other = come(world, "other")
     for n in range(100):
         other.store(ONE, chain(("scan", n), 2))
-    for n in range(20):
+    for n in range(28):
         reader.store(ONE, chain(("more", n), 2))
     assert reader.lookup(ONE, SYSTEM + mine, PUBLIC).leading == 34
     assert reader.lookup(ONE, chain("old", 20)).leading < 20
