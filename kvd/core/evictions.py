@@ -38,6 +38,8 @@ class Search:
     def __init__(self) -> None:
         self.passed: dict[int, int] = {}
         self.failing = False  # the policy does not know all: rows are scanned instead
+        self.sparing = True  # what hints spare goes only when nothing else can
+        self.spared = False  # something was
         self.turn = 0  # of the policy, see Advice
 
 
@@ -123,6 +125,8 @@ class Evictions:
             return False
         if not store.leaf(row) or row in store.pinned:
             return False
+        if store.keeping.by_row and store.keeping.pinned(row, store.now):
+            return False
         return not (store.hold and store.cells.marks[chunks.cell[row]] & col.ADOPTED)
 
     def evict_one(self, size: int, search: Search) -> Found:
@@ -188,6 +192,10 @@ class Evictions:
             if row != NONE:
                 return Found.DONE, row, "orphan"
         queue = self._coldest(queues, search)
+        if queue < 0 and search.spared:
+            search.sparing = search.spared = False
+            search.passed.clear()
+            return Found.AGAIN, NONE, ""
         if queue < 0:
             if not store.policy.partial or search.failing:
                 return Found.NOTHING, NONE, ""
@@ -220,7 +228,9 @@ class Evictions:
         policy, skipped = store.policy, list[int]()
         for row in policy.victims(queue, store.now):
             if self.legal(row):
-                break
+                if not search.sparing or not store.keeping.spared(row, store.now):
+                    break
+                search.spared = True
             skipped.append(row)
             if len(skipped) >= _SKIPS:
                 row = NONE

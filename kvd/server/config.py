@@ -65,6 +65,9 @@ class Config:
     write_max_s: float
     write_share: float
     lease_share: float
+    pin_share: float
+    pin_total_share: float
+    pin_max_s: float
     eviction_policy: str
     eviction_keep_s: float
     watermarks: tuple[float, float]

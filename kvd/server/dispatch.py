@@ -331,4 +331,5 @@ _SAME_FIELDS: dict[type, Callable[..., Any]] = {
     m.Cancel: ev.Cancel,
     m.Renew: ev.Renew,
     m.Release: ev.Release,
+    m.Hint: ev.Hint,
 }

@@ -323,6 +323,12 @@ SETTINGS: tuple[Setting, ...] = (
             "most of the arena that unfinished writes of one session may hold"),
     Setting("limits", "lease_share", "lease_share", 0.5, number(0.001, 1, "of the arena"), "SHARE",
             "most of the arena that leases of one session may hold"),
+    Setting("limits", "pin_share", "pin_share", 0.1, number(0, 1, "of the arena"), "SHARE",
+            "most of the arena that hints of one tenant may pin or spare"),
+    Setting("limits", "pin_total_share", "pin_total_share", 0.5, number(0, 1, "of the arena"),
+            "SHARE", "most of the arena that hints of all tenants may pin or spare"),
+    Setting("limits", "pin_max_s", "pin_max_s", 3600, number(0, DAY, "seconds"), "SECONDS",
+            "how long a hint holds at most"),
     Setting("eviction", "policy", "eviction_policy", "default", text, "NAME",
             "which chunks go first when a tier is full: default, a policy of docs/eviction.md, or "
             "package.module.Class; options follow a colon: crf:half_life_s=300"),
