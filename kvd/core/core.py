@@ -181,6 +181,11 @@ class Core:
             if advice.tier in known and advice.recall(self._make_policy, known[advice.tier], now)
         ]
 
+    def chunk_tokens(self, spec: bytes) -> int:
+        """Tokens of a full chunk, 0 if the spec is unknown."""
+        known = self._store.spaces.specs.get(spec)
+        return 0 if known is None else known.chunk_tokens
+
     def remember(self) -> Iterator[Part]:
         """All that policies know, for a daemon that ends. While it serves: Remember."""
         while self._store.touches:

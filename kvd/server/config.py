@@ -110,6 +110,8 @@ class Config:
     s3_prefix: str
     s3_ttl_s: float
     s3_workers: int
+    trace_record: str | None
+    trace_limit: int
     namespaces: tuple[NamespaceRule, ...]
     admin_uids: tuple[int, ...]
     admin_group: str

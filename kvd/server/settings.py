@@ -384,6 +384,11 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("tiers.s3", "ttl_s", "s3_ttl_s", 0, number(0, 3660 * DAY, "seconds"), "SECONDS",
             "objects are deleted after this; 0: only when the limit is reached"),
     Setting("tiers.s3", "workers", "s3_workers", 16, count(1, 256), "N", "requests at a time"),
+    Setting("trace", "record", "trace_record", "", maybe_path, "PATH",
+            "record requests here for kvd-cli simulate: times, lengths and keyed hashes of blocks, "
+            "no tokens; empty: off"),
+    Setting("trace", "limit", "trace_limit", "256MiB", size(2**16, 2**40), "SIZE",
+            "bytes of the record, PATH and PATH.1 together"),
     Setting("namespaces", "", "namespaces", [], namespaces, "RULES",
             "who belongs to which namespace: name=NAME,uids=1001+1002,gids=100,token_file=PATH;… "
             "(the daemon's own uid and root: `default`)"),

@@ -249,6 +249,7 @@ def _facts(output: Output, book: Book) -> Table:
         ("restart", _restart(book)),
         ("slabs", _slabs(book)),
         ("requests", _requests(book)),
+        ("recorded", Text(book.reasons("requests_recorded"))),
         ("workers", _workers(book)),
         ("errors", _errors(book)),
         ("loop", _loop(book.stat.get("loop", {}))),
