@@ -41,6 +41,8 @@ class Search:
     def __init__(self) -> None:
         self.passed: dict[int, int] = {}
         self.failing = False  # the policy does not know all: rows are scanned instead
+        self.sparing = True  # what hints spare goes only when nothing else can
+        self.spared = False  # something was
         self.turn = 0  # of the policy, see Advice
 
 
@@ -57,6 +59,7 @@ class Evictions:
         self.coming: Callable[[int], bool] = lambda size: False
         # the same for a tenant that is at its maximum: whether it is being thinned out
         self.thinning: Callable[[int, int], bool] = lambda size, tenant: False
+        self.moving: Callable[[int], bool] = lambda size: False  # some are in a tier's hands
         self.settled: Callable[[int], bool] = self._clean  # it is where it would be demoted to
         self.lost: Callable[[int], None] = lambda row: None  # a chunk goes and is nowhere below
 
@@ -90,9 +93,7 @@ class Evictions:
             if store.layered and self._drop_clean(size, tenant):
                 continue
             if self.coming(size) and (not until or store.now < until):
-                if not until:
-                    until = store.now + store.config.room_wait_ns
-                    store.timers.add(until, "room", store.handle())
+                until = until or self._wait()
                 yield Pause.DEMOTION
                 search = Search()
                 continue
@@ -108,7 +109,18 @@ class Evictions:
                 yield Pause.ROOM
                 search = Search()
             elif waits >= _WAITS or not self.reclass.start(size, tenant, must=True):
-                return NO_ROOM
+                if not self.moving(size) or (until and store.now >= until):
+                    return NO_ROOM
+                until = until or self._wait()
+                yield Pause.DEMOTION
+                search = Search()
+
+    def _wait(self) -> int:
+        """How long a slot is waited for that may come: ns. The waiting is woken then."""
+        store = self._store
+        until = store.now + store.config.room_wait_ns
+        store.timers.add(until, "room", store.handle())
+        return until
 
     def _keep_maximum(self, size: int, tenant: int) -> Work[bool]:
         """Evict the tenant's own until a slot more keeps to its maximum; False if that can't be."""
@@ -120,14 +132,11 @@ class Evictions:
             if size > use.maximum[tenant]:
                 return False
             store.apply_touches(TOUCH_SLICE)
-            if store.layered and (not until or store.now < until):
-                if self.thinning(size, tenant):
-                    if not until:
-                        until = store.now + store.config.room_wait_ns
-                        store.timers.add(until, "room", store.handle())
-                    yield Pause.DEMOTION
-                    search = Search()
-                    continue
+            if store.layered and (not until or store.now < until) and self.thinning(size, tenant):
+                until = until or self._wait()
+                yield Pause.DEMOTION
+                search = Search()
+                continue
             found = self.evict_one(None, search, tenant, own=True)
             if found is Found.NOTHING:
                 return False
@@ -178,6 +187,8 @@ class Evictions:
         if not store.resident(row) or chunks.leases[row] or chunks.writing[row]:
             return False
         if not store.leaf(row) or row in store.pinned:
+            return False
+        if store.keeping.by_row and store.keeping.pinned(row, store.now):
             return False
         return not (store.hold and store.cells.marks[chunks.cell[row]] & col.ADOPTED)
 
@@ -267,6 +278,10 @@ class Evictions:
                 return Found.DONE, row, "orphan"
         left = [queue for queue in everyone if self._left(queue, search)]
         queue = self._coldest(left if own else self._givers(left, by, size or 0), search)
+        if queue < 0 and search.spared:
+            search.sparing = search.spared = False
+            search.passed.clear()
+            return Found.AGAIN, NONE, ""
         if queue < 0:
             if not store.policy.partial or search.failing:
                 return Found.NOTHING, NONE, ""
@@ -302,7 +317,9 @@ class Evictions:
         policy, skipped = store.policy, list[int]()
         for row in policy.victims(queue, store.now):
             if self.legal(row):
-                break
+                if not search.sparing or not store.keeping.spared(row, store.now):
+                    break
+                search.spared = True
             skipped.append(row)
             if len(skipped) >= _SKIPS:
                 row = NONE

@@ -30,6 +30,7 @@ class Op(IntEnum):
     GET = 17
     BYE = 18
     TIER = 19  # from 1.1
+    HINT = 20  # from 1.2
     TENANT = 22  # from 1.2
 
 
@@ -51,6 +52,15 @@ class LookupFlag(IntFlag):
     RESERVE_MISSES = 4  # also reserve what follows the leading run (needs fingerprints)
     EVERY = 8  # look at every key; without it the keys after the first miss are SKIPPED
     PUBLIC = 16  # from 1.2: keys that are missing may be those of the namespace `public`
+
+
+class HintKind(IntEnum):
+    """What is said of the future of keys; the same numbers as the core's."""
+
+    SESSION_END = 1
+    EXPECT_REUSE = 2
+    PIN = 3
+    PRIORITY = 4
 
 
 class GetFlag(IntFlag):

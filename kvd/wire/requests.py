@@ -159,6 +159,18 @@ class Tier(NamedTuple):
     command: str
 
 
+class Hint(NamedTuple):
+    """From 1.2. `hint`: HintKind. `level`: of a priority, 0 low, 1 normal, 2 high; else 0.
+    `within_ns`: how long it holds, or until when reuse is expected."""
+
+    spec: bytes
+    kind: int
+    hashes: bytes
+    hint: int
+    level: int
+    within_ns: int
+
+
 class Tenant(NamedTuple):
     """From 1.2. `list` and `show` tell a session about its own tenant, administrators about all;
     the other commands are theirs. `name`: empty for `list`. `settings`: a map as in the
@@ -204,6 +216,7 @@ Request = (
     | List
     | Stat
     | Tier
+    | Hint
     | Tenant
     | Heartbeat
     | Put
@@ -227,6 +240,7 @@ OP_OF: dict[type, Op] = {
     List: Op.LIST,
     Stat: Op.STAT,
     Tier: Op.TIER,
+    Hint: Op.HINT,
     Tenant: Op.TENANT,
     Heartbeat: Op.HEARTBEAT,
     Put: Op.PUT,
@@ -485,6 +499,18 @@ def _tier(f: list[Any], limits: Limits) -> Tier:
     return Tier(c.text(f[0], "tier", 64), command)
 
 
+def _hint(f: list[Any], limits: Limits) -> Hint:
+    packed_hashes, _ = c.hashes(f[2], limits)
+    return Hint(
+        c.exactly(f[0], "spec", c.HASH_BYTES),
+        c.kind(f[1]),
+        packed_hashes,
+        c.uint(f[3], "hint", 256),
+        c.uint(f[4], "level", 256),
+        c.uint(f[5], "within_ns", 1 << 63),
+    )
+
+
 def _tenant(f: list[Any], limits: Limits) -> Tenant:
     command = c.text(f[0], "command", 64)
     if command not in TENANT_COMMANDS:
@@ -537,6 +563,7 @@ _DECODERS: dict[int, tuple[str, int, Callable[[list[Any], Limits], Request]]] = 
     Op.LIST: ("list", 4, _list),
     Op.STAT: ("stat", 0, _stat),
     Op.TIER: ("tier", 2, _tier),
+    Op.HINT: ("hint", 6, _hint),
     Op.TENANT: ("tenant", 3, _tenant),
     Op.HEARTBEAT: ("heartbeat", 0, _heartbeat),
     Op.PUT: ("put", 11, _put),

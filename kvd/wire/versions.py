@@ -10,12 +10,12 @@ from __future__ import annotations
 from kvd.errors import VersionError
 
 MAJOR = 1
-MINOR = 2  # 1: a lookup says in which tier its hits lie; operation `tier`
-# 2: operation `tenant`; the namespace `public`; error `busy`
+MINOR = 2  # 1: a lookup says in which tier its hits lie; operation `tier`. 2: operation `hint`
+# and `tenant`, the namespace `public`, the error `busy`
 
 # What this code can do beyond the bare protocol; both sides use the intersection.
 FEATURES: tuple[str, ...] = (
-    "inline", "lookup-load", "lookup-reserve", "public", "tenants", "tiers", "trace"
+    "hints", "inline", "lookup-load", "lookup-reserve", "public", "tenants", "tiers", "trace"
 )  # fmt: skip
 
 MAX_FEATURES = 64

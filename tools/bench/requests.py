@@ -29,7 +29,7 @@ def shipped(limit: int | None = None) -> list[Request]:
 
 def read(path: str, limit: int | None = None) -> list[Request]:
     """Those of a trace file (JSON lines with `timestamp` in ms and `hash_ids`)."""
-    found = []
+    found: list[Request] = []
     with Path(path).open("rb") as lines:
         for line in lines:
             if limit is not None and len(found) >= limit:
