@@ -279,6 +279,11 @@ class Core:
         return list(self._store.spaces.namespaces)
 
     @property
+    def tenants(self) -> list[str]:
+        """Namespaces with rules or chunks, in the order in which they came."""
+        return self._store.shares.names[1:]
+
+    @property
     def registry_version(self) -> int:
         """Rises whenever `specs` or `namespaces` grow."""
         return self._store.spaces.version

@@ -43,6 +43,7 @@ from kvd.server.sessions import Route, Session, Sessions
 from kvd.server.tcp import namespace_of_user
 from kvd.server.tenancy import Tenancy
 from kvd.server.transfers import Job, Transfers
+from kvd.telemetry.tenants import capped
 from kvd.tiers.base import Answer, Completion
 from kvd.wire import Limits, common_features
 from kvd.wire import messages as m
@@ -272,6 +273,10 @@ class Desk:
     def own_stat(self, stat: dict[str, Any], *, admin: bool) -> dict[str, Any]:
         """The core's answer and what only the server knows."""
         counted = self.counters.snapshot()
+        tenants = stat["tenants"]
+        if admin:
+            order = [*self.carrier.core.tenants, *tenants]
+            tenants = capped(tenants, order, self.config.tenant_metrics)
         transfers = self.transfers.counters
         counted["transfers"] = {
             "done": transfers.done,
@@ -281,6 +286,7 @@ class Desk:
         return {
             **stat,
             "tiers": self.ladder.stat(stat["tiers"], admin=admin),
+            "tenants": tenants,
             "version": __version__,
             "pid": os.getpid(),
             "draining": self.draining,

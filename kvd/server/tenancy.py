@@ -23,6 +23,7 @@ from kvd.wire import messages as m
 __all__ = ["Tenancy", "open_access", "open_registry"]
 
 _LOOKS = ("list", "show")
+_PAGE = 64  # tenants in one reply
 
 
 def open_registry(config: Config) -> Registry:
@@ -88,7 +89,9 @@ class Tenancy:
             raise AuthError(f"tenant {message.command} needs the admin role")
         stat = core.stat(None if grant.admin else grant.namespace)["tenants"]
         if message.command == "list":
-            return m.TenantReply([self._row(name, stat) for name in self._names(grant, stat)], None)
+            after = message.settings.get("after", "")
+            names = [name for name in self._names(grant, stat) if name > str(after)]
+            return m.TenantReply([self._row(name, stat) for name in names[:_PAGE]], None)
         if message.command == "show":
             name = message.name or grant.namespace
             if not grant.admin and name != grant.namespace:

@@ -174,7 +174,7 @@ class Hint(NamedTuple):
 class Tenant(NamedTuple):
     """From 1.2. `list` and `show` tell a session about its own tenant, administrators about all;
     the other commands are theirs. `name`: empty for `list`. `settings`: a map as in the
-    configuration, and `token`, `keep`."""
+    configuration, and `token`, `keep`; for `list` the name `after` which it goes on."""
 
     command: str  # list, show, add, set, rotate or remove
     name: str

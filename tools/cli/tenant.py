@@ -215,7 +215,7 @@ def list_(link: Link, output: Output) -> None:
       kvd-cli tenant list
       kvd-cli tenant list --json | jq '.tenants[] | {name, tiers}'
     """
-    rows = link.client.tenant("list").rows
+    rows = list(link.client.tenants())
     if output.as_json:
         output.json(tenants=rows)
         return
