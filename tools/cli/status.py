@@ -239,6 +239,7 @@ def _facts(output: Output, book: Book) -> Table:
         ("loads", _loads(book)),
         ("stores", _stores(book)),
         ("evictions", _evictions(book)),
+        ("tenants", _tenants(book)),
         ("policy", _policy(book)),
         ("hints", _hints(book)),
         ("ladder", _ladder(book)),
@@ -279,6 +280,20 @@ def _hits(output: Output, book: Book) -> Text:
     bar = output.bar(hit, asked)
     bar.stylize("green")
     return Text.assemble(bar, f" {100 * hit / asked:.1f} %, {format_count(hit)} chunks")
+
+
+def _tenants(book: Book) -> Text | None:
+    """What tenants take from each other; `kvd-cli tenant list` says which."""
+    tenants = book.stat.get("tenants", {})
+    said = _join(
+        f"{format_count(len(tenants))} told apart" if len(tenants) > 1 else "",
+        _said("evictions for others", book.reasons("evictions_suffered")),
+        _said("below a minimum", book.reasons("evictions_below_minimum")),
+        _said("hits in public", _nonzero(book.total("chunks_hit_public"))),
+        _said("asked to wait", _nonzero(book.total("requests_delayed"))),
+    )
+    book.get("evictions_inflicted")  # the same ones, from the other side
+    return said if said.plain else None
 
 
 def _loads(book: Book) -> Text:
