@@ -46,6 +46,7 @@ class Ladder:
         self._transfers: Transfers | None = None
         self._jobs: list[list[t.Job]] = [[] for _ in plans]
         self._told: list[tuple[bool, bool] | None] = [None for _ in plans]
+        self._kept: dict[int, t.Buffer] = {}  # by job: payloads on their way to another tier
         self._probes: dict[object, Callable[[t.Completion], None]] = {}
 
     # -- life -----------------------------------------------------------------------------------
@@ -122,6 +123,8 @@ class Ladder:
         self._jobs[action.tier].append(self._job(action))
 
     def _job(self, action: Any) -> t.Job:
+        if isinstance(action, ac.TierWrite) and action.kept:
+            return t.Write(action, action.header, self._kept.pop(action.kept), action.deadline)
         if isinstance(action, ac.TierWrite):
             source = self._view[action.offset : action.offset + action.length]
             return t.Write(action, action.header, source, action.deadline)
@@ -169,6 +172,11 @@ class Ladder:
                 asked = self._probes.pop(token, None)
                 if asked is not None:
                     asked(done)
+            elif isinstance(token, ac.TierScrub) and token.keep and done.answer is t.Answer.OK:
+                assert isinstance(done.job, t.Read)
+                self._kept[token.job] = done.job.into
+                self.feed(self._event(token, done))
+                self._kept.pop(token.job, None)  # not wanted any more
             else:
                 self.feed(self._event(token, done))
         self.watch()
