@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,15 +33,20 @@ WATCH_S = 0.2  # how late a tier's change of health is noticed where no completi
 
 
 class Ladder:
-    """All tiers below DRAM. `feed` takes an event for the core. For the loop's thread."""
+    """All tiers below DRAM. `feed` takes an event for the core; `beside`: the arena's file, whose
+    neighbours are what has to outlive the daemon. For the loop's thread."""
 
-    def __init__(self, plans: Sequence[TierPlan], view: memoryview) -> None:
+    def __init__(self, plans: Sequence[TierPlan], view: memoryview, beside: Path) -> None:
         self.completions = t.Completions()
         self.plans = plans
         self.tiers: list[t.Tier] = []
         self.reports: list[t.ProbeReport] = []
         self.feed: Callable[[Any], None] = lambda event: None
         self._view = view
+        self._cursors = [
+            plan.cursor or beside.with_name(f"{beside.name}.scrub-{plan.config.name}")
+            for plan in plans
+        ]
         self.news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._news: deque[tuple[int, t.Recovered]] = deque()
         self._transfers: Transfers | None = None
@@ -138,19 +144,19 @@ class Ladder:
         return t.Read(action, key, place, into, action.deadline)
 
     def scrubbed_to(self, action: ac.ScrubCursor) -> None:
-        """Keep how far a scrub has got, beside what it reads; of media that are elsewhere it
-        begins anew with each life."""
-        path = self.plans[action.tier].cursor
-        if path is None or self._transfers is None:
+        """Keep how far a scrub has got: beside what it reads, or, of media that are elsewhere,
+        beside the arena."""
+        if self._transfers is None:
             return
+        path = self._cursors[action.tier]
         text = f"{action.part}\n"
         job = Job(f"note {path}", lambda: path.write_text(text), lambda done: None)
         self._transfers.submit(job)
 
     def _resume_scrubs(self) -> None:
-        for number, plan in enumerate(self.plans):
+        for number, path in enumerate(self._cursors):
             try:
-                part = int(plan.cursor.read_text()) if plan.cursor is not None else 0
+                part = int(path.read_text())
             except (OSError, ValueError):  # none yet, or of no use: from the beginning
                 continue
             if 0 <= part < 1 << 32:
