@@ -157,6 +157,12 @@ class Core:
         slots; False if there is none. Not asked: there always is."""
         self._store.slabs.room = room
 
+    def set_weight(self, namespace: str, weight: float) -> None:
+        """A tenant's share of the bandwidth of the tiers below, against the others that want some;
+        1 until it is set. Pre: weight > 0."""
+        self._fetches.set_weight(namespace, weight)
+        self._demotions.set_weight(namespace, weight)
+
     def adopt(
         self,
         slot_sizes: Sequence[int],

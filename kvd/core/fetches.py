@@ -1,16 +1,16 @@
 """Reading chunks up: a shard that lies below is read into a slot of DRAM.
 
-The law of this module: one read at a time for one shard, whoever asks; they start in the order
-asked. A first hit goes into a *transient* slot: it is let go with its last lease, and all of them
-together take at most a tenth of DRAM. A second hit, and what does not fit into that tenth, stays.
-What a tier gives is delivered only if the tier vouches for its digest and its record says of the
-chunk what is known here; else it is a miss, and its place is forgotten. A read that does not come
-back in time is a miss too, but its slot waits for it.
+The law of this module: one read at a time for one shard, whoever asks; those of one tenant start in
+the order asked, and tenants share a tier by weight (kvd/fair.py). A first hit goes into a
+*transient* slot: it is let go with its last lease, and all of them together take at most a tenth of
+DRAM. A second hit, and what does not fit into that tenth, stays. What a tier gives is delivered
+only if the tier vouches for its digest and its record says of the chunk what is known here; else
+it is a miss, and its place is forgotten. A read that does not come back in time is a miss too, but
+its slot waits for it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 from kvd.chunk import ChunkHeader, HeaderFlag, Outcome, State
@@ -21,6 +21,7 @@ from kvd.core.evictions import Evictions
 from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.lower import Lower, TierJob
 from kvd.core.store import Store
+from kvd.fair import FairQueue
 
 if TYPE_CHECKING:
     from kvd.core.transfers import Transfer, Transfers
@@ -43,13 +44,16 @@ class Batch:
 class Fetch:
     """One shard on its way up."""
 
-    __slots__ = ("batch", "cell", "lower", "record", "row", "transient", "tried", "waiting")
+    __slots__ = (
+        "batch", "cell", "lower", "record", "row", "tenant", "transient", "tried", "waiting"
+    )  # fmt: skip
 
-    def __init__(self, cell: int, row: int, lower: Lower, batch: Batch) -> None:
+    def __init__(self, cell: int, row: int, lower: Lower, batch: Batch, tenant: str) -> None:
         self.cell = cell
         self.row = row
         self.lower = lower
         self.batch = batch
+        self.tenant = tenant  # who asked first: it is that one's turn
         self.tried = 0  # bits of tiers that did not have it
         self.record = -1
         self.transient = 0  # bytes counted for it
@@ -65,7 +69,7 @@ class Fetches:
         self._evictions = evictions
         self.transfers: Transfers  # set by it
         self.by_cell: dict[int, Fetch] = {}
-        self._queues: list[deque[Fetch]] = [deque() for _ in store.ladder.lowers]
+        self._queues: list[FairQueue[Fetch]] = [FairQueue() for _ in store.ladder.lowers]
         self._starting = [0] * len(self._queues)  # waiting for a slot, by tier
 
     @property
@@ -88,10 +92,21 @@ class Fetches:
             lower = store.ladder.source(cell)
             assert lower is not None
             row = store.cells.chunk[cell]
-            fetch = self.by_cell[cell] = Fetch(cell, row, lower, batch)
+            fetch = self.by_cell[cell] = Fetch(cell, row, lower, batch, transfer.lease.namespace)
             store.ladder.hold(row)
-            self._queues[lower.number].append(fetch)
+            self._queue(fetch)
         fetch.waiting.append((transfer, result))
+
+    def _queue(self, fetch: Fetch) -> None:
+        store = self._store
+        space = store.spaces.of(store.chunks.space[fetch.row])
+        nbytes = space.nbytes[fetch.cell - store.chunks.cell[fetch.row]]
+        self._queues[fetch.lower.number].push(fetch.tenant, nbytes, fetch)
+
+    def set_weight(self, namespace: str, weight: float) -> None:
+        """A tenant's share of each tier's bandwidth, against others that want some."""
+        for queue in self._queues:
+            queue.set_weight(namespace, weight)
 
     def pump(self) -> None:
         """Keep the tiers busy."""
@@ -100,14 +115,16 @@ class Fetches:
                 continue
             if not lower.readable:
                 for _ in range(min(_SLICE, len(queue))):
-                    self._elsewhere(queue.popleft(), TierAnswer.OFF)
+                    self._elsewhere(queue.pop(), TierAnswer.OFF)
                 continue
-            while queue and lower.reading + self._starting[lower.number] < lower.config.reads:
-                fetch = queue[0]
+            while (head := queue.peek()) and lower.reading + self._starting[
+                lower.number
+            ] < lower.config.reads:
+                fetch = head.item
                 batch = fetch.batch
                 if lower.config.first_alone and batch.started and not batch.landed:
                     break
-                queue.popleft()
+                queue.pop()
                 if any(_open(transfer) for transfer, _ in fetch.waiting):
                     batch.started += 1
                     self._starting[lower.number] += 1
@@ -206,7 +223,7 @@ class Fetches:
         if self.by_cell.get(fetch.cell) is not fetch:
             return
         self._store.counters.own["shards_fetched", "late"] += 1
-        successor = Fetch(fetch.cell, fetch.row, fetch.lower, fetch.batch)
+        successor = Fetch(fetch.cell, fetch.row, fetch.lower, fetch.batch, fetch.tenant)
         successor.waiting, fetch.waiting = fetch.waiting, []
         successor.tried = fetch.tried
         self.by_cell[fetch.cell] = successor  # which takes over the hold on the row
@@ -298,7 +315,7 @@ class Fetches:
             other = store.ladder.source(fetch.cell, fetch.tried)
         if other is not None:
             fetch.lower = other
-            self._queues[other.number].append(fetch)
+            self._queue(fetch)
             return
         ready = store.cells.state[fetch.cell] == col.READY
         self._deliver(fetch, Outcome.OK if ready else _OUTCOMES.get(answer, Outcome.MISS))

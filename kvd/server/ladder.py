@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from kvd.chunk import namespace_digest
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.server.tiers import TierPlan
@@ -115,6 +116,11 @@ class Ladder:
         os.close(self.news)
         self.news = -1
 
+    def set_weight(self, namespace: str, weight: float) -> None:
+        """A tenant's share of each tier's bandwidth. Pre: started; weight > 0."""
+        for tier in self.tiers:
+            tier.set_weight(namespace_digest(namespace), weight)
+
     # -- from the core --------------------------------------------------------------------------
 
     def add(self, action: Any) -> None:
@@ -130,7 +136,8 @@ class Ladder:
         if isinstance(action, ac.TierDelete):
             return t.Delete(action, key, place, action.deadline)
         if isinstance(action, ac.TierScrub):
-            return t.Read(action, key, place, bytearray(action.length), action.deadline)
+            memory = bytearray(action.length)
+            return t.Read(action, key, place, memory, action.deadline, use=t.Use.SCRUB)
         into = self._view[action.offset : action.offset + action.length]
         return t.Read(action, key, place, into, action.deadline)
 

@@ -142,6 +142,12 @@ def test_each_job_leaves_once_by_whichever_door(seed: int, steps: int) -> None:
         assert len(waiting) == len(inside)
 
 
+def stored(rig: Rig, many: list[Chunk]) -> list[Read]:
+    """Reads of chunks that were written."""
+    written = rig.do([chunk.write() for chunk in many])
+    return [chunk.read(done.place) for chunk, done in zip(many, written, strict=True)]
+
+
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     config = CONFIG._replace(workers=1, writers=1, spares=0, stuck_ns=60 * SECOND)
@@ -153,10 +159,10 @@ def rig() -> Iterator[Rig]:
 def test_through_a_real_pool_a_flood_of_one_tenant_leaves_the_other_its_turns(rig: Rig) -> None:
     """One worker. The flood was there first; the other's loads are through after as many of it."""
     many = [Chunk(n) for n in range(60)]
-    rig.do([chunk.write() for chunk in many])
+    reads = stored(rig, many)
     rig.faults.add("get", Fault.HANG, times=1)
-    flood: list[Job] = [c.read()._replace(tenant=b"a") for c in many[:40]]
-    loads: list[Job] = [c.read()._replace(tenant=b"b") for c in many[40:]]
+    flood: list[Job] = [read._replace(tenant=b"a") for read in reads[:40]]
+    loads: list[Job] = [read._replace(tenant=b"b") for read in reads[40:]]
     rig.tier.submit(flood)
     rig.until(lambda: rig.faults.calls.get("get") == 1)
     rig.tier.submit(loads)
@@ -175,12 +181,12 @@ def test_what_is_behind_loads_never_takes_the_last_worker_of_a_pool() -> None:
     rig = Rig(MemoryBackend(64 * MIB), config=config).start()
     try:
         many = [Chunk(n) for n in range(6)]
-        rig.do([chunk.write() for chunk in many])
+        reads = stored(rig, many)
         rig.faults.add("get", Fault.HANG, where=lambda key: key != many[5].key)
-        slow: list[Job] = [c.read()._replace(use=Use.PREFETCH) for c in many[:5]]
+        slow: list[Job] = [read._replace(use=Use.PREFETCH) for read in reads[:5]]
         rig.tier.submit(slow)
         rig.until(lambda: rig.faults.calls.get("get") == 1)
-        assert rig.one(many[5].read()).answer is Answer.OK
+        assert rig.one(reads[5]).answer is Answer.OK
         assert rig.faults.calls["get"] == 2
         rig.faults.release()
         assert {done.answer for done in rig.wait(slow)} == {Answer.OK}
