@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-__all__ = ["FairQueue", "Ticket"]
+__all__ = ["MIN_BYTES", "FairQueue", "Ticket"]
 
 T = TypeVar("T")
 
@@ -125,10 +125,13 @@ class FairQueue(Generic[T]):
         return ticket.item
 
     def remove(self, ticket: Ticket[T]) -> bool:
-        """Withdraw a request; it costs its tenant nothing. False if it waits no more."""
+        """Withdraw a request; it costs its tenant nothing. False if it waits no more. ValueError
+        for a ticket of another queue."""
         if not ticket.queued:
             return False
         flow = ticket.flow
+        if self._flows.get(flow.tenant) is not flow:
+            raise ValueError("the ticket is of another queue")
         ticket.queued = False
         flow.live -= 1
         self._live -= 1

@@ -311,9 +311,9 @@ class Tier(ABC):
     @abstractmethod
     def submit(self, jobs: Sequence[Job]) -> None:
         """Hand jobs over: each gets exactly one completion, later or at once. Loads go first,
-        then deletes, writes, scrubs and prefetches, so that none starves but the last two; among
-        tenants by weight; jobs of one kind and tenant start in the order given. Deletes that stand
-        together may be carried out together. Never raises, whatever the tier's state."""
+        then deletes, writes, scrubs and prefetches, but none starves; among tenants by weight;
+        jobs of one kind and tenant start in the order given. Deletes that stand together may be
+        carried out together. Never raises, whatever the tier's state."""
 
     @abstractmethod
     def set_weight(self, tenant: bytes, weight: float) -> None:

@@ -2,8 +2,8 @@
 
 The law of this module: what an engine waits for goes first, then what makes room, then what moves
 down, then scrubbing, prefetches last; within each, tenants share by weight (kvd/fair.py), and a
-tenant's own jobs keep their order. Loads that never end can't starve what makes room or moves down:
-it gets one part in `PATIENCE + 1` of the bytes. Nothing is lost: a job leaves by `take`, by
+tenant's own jobs keep their order. What is more urgent can't starve the rest for ever: a line that
+waits gets one part in `PATIENCE + 1` of the bytes. Nothing is lost: a job leaves by `take`, by
 `expire` or by `drop`, once.
 
 Not thread-safe: the pool's lock is held.
@@ -15,12 +15,12 @@ import heapq
 from collections import deque
 from enum import IntEnum
 
-from kvd.fair import FairQueue, Ticket
+from kvd.fair import MIN_BYTES, FairQueue, Ticket
 from kvd.tiers.base import NEVER, Delete, Job, Probe, Read, Use, Write
 
 __all__ = ["Line", "Waiting", "line_of", "tenant_of"]
 
-PATIENCE = 16  # times its own bytes that loads may go before a job that makes room or moves down
+PATIENCE = 16  # times its own bytes that more urgent ones may go before a job
 _STALE = 64
 
 
@@ -72,7 +72,7 @@ class Waiting:
         }
         self._due: list[tuple[int, int, Line, Ticket[Job]]] = []  # heap by deadline
         self._count = 0
-        self._passed = 0  # bytes of loads that went before what makes room or moves down
+        self._passed = dict.fromkeys(self._lines, 0)  # bytes that went before what waits there
 
     def __len__(self) -> int:
         return len(self._probes) + sum(map(len, self._lines.values()))
@@ -103,26 +103,23 @@ class Waiting:
         if line is None:
             return []
         queue = self._lines[line]
-        if line is Line.DELETE:
-            jobs = [queue.pop() for _ in range(min(self._batch, len(queue)))]
-        else:
-            jobs = [queue.pop()]
-        if line is Line.LOAD:
-            self._passed += _nbytes(jobs[0])
-        else:
-            self._passed = 0
+        count = min(self._batch, len(queue)) if line is Line.DELETE else 1
+        jobs = [queue.pop() for _ in range(count)]
+        went = max(MIN_BYTES, sum(map(_nbytes, jobs)))
+        for other, waiting in self._lines.items():
+            if other > line and waiting:
+                self._passed[other] += went
+        self._passed[line] = 0
         return jobs
 
     def _next(self, behind: bool) -> Line | None:
         lines = [
             line for line, queue in self._lines.items() if queue and (behind or line not in BEHIND)
         ]
-        if len(lines) > 1 and lines[0] is Line.LOAD and lines[1] in (Line.DELETE, Line.MOVE):
-            kept = self._lines[lines[1]].peek()
-            if kept is not None and self._passed >= PATIENCE * kept.nbytes:
-                return lines[1]
-        elif self._lines[Line.LOAD]:
-            self._passed = 0  # nothing waits behind
+        for line in lines[1:]:
+            kept = self._lines[line].peek()
+            if kept is not None and self._passed[line] >= PATIENCE * kept.nbytes:
+                return line
         return lines[0] if lines else None
 
     def expire(self, now: int) -> list[Job]:

@@ -139,7 +139,8 @@ class Ladder:
             memory = bytearray(action.length)
             return t.Read(action, key, place, memory, action.deadline, use=t.Use.SCRUB)
         into = self._view[action.offset : action.offset + action.length]
-        return t.Read(action, key, place, into, action.deadline)
+        use = t.Use.PREFETCH if action.ahead else t.Use.LOAD
+        return t.Read(action, key, place, into, action.deadline, use=use)
 
     def scrubbed_to(self, action: ac.ScrubCursor) -> None:
         """Keep how far a scrub has got, beside what it reads; of media that are elsewhere it

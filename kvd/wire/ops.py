@@ -30,6 +30,7 @@ class Op(IntEnum):
     GET = 17
     BYE = 18
     TIER = 19  # from 1.1
+    PREFETCH = 20  # from 1.2
 
 
 class FrameFlag(IntFlag):

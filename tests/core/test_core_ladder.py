@@ -152,6 +152,30 @@ def test_a_flood_of_one_tenant_leaves_the_loads_of_another_their_turns(weight: i
     assert order.index("calm") <= 1
 
 
+def test_a_load_whose_first_chunk_finds_no_room_does_not_hold_up_the_rest() -> None:
+    """All of DRAM is leased: each chunk of the load is answered, and later loads are served."""
+    world = ladder(lease_share=1.0)
+    client = filled(world)
+    drained(world, client, 0, 1, 2)
+    world.handle(ev.TierState(0, True, False))  # nothing is demoted any more
+    client.lookup(ONE, chain(2, 4), LOAD)  # takes what is free
+    world.advance(S)
+    rows = client.list("chunks", ev.Selector(tier="dram"))
+    here = [bytes.fromhex(row["hash"]) for row in rows]
+    held = client.lookup(ONE, here, LookupFlag.LEASE | LookupFlag.EVERY)
+    found = client.lookup(ONE, chain(0, 3), LOAD)
+    world.advance(S)
+    got = world.ask(ev.Wait(client.number, 0, found.load.transfer, 0, world.now + S))
+    assert got.done and set(got.outcomes) == {O.NO_SPACE}
+    client.release(held.lease)
+    client.release(found.lease)
+    world.settle()
+    again = client.lookup(ONE, chain(1, 3), LOAD)
+    world.advance(S)
+    got = world.ask(ev.Wait(client.number, 0, again.load.transfer, 0, world.now + S))
+    assert got.done and set(got.outcomes) == {O.OK}
+
+
 def test_a_first_hit_goes_with_its_lease_and_a_second_one_stays() -> None:
     world = ladder()
     client = filled(world)

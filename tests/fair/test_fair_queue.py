@@ -313,6 +313,15 @@ def test_a_weight_of_nothing_is_refused() -> None:
             FairQueue[int]().set_weight("a", weight)
 
 
+def test_a_ticket_of_another_queue_is_refused() -> None:
+    one, two = FairQueue[int](), FairQueue[int]()
+    ticket = one.push("a", MIB, 1)
+    two.push("a", MIB, 2)
+    with pytest.raises(ValueError, match="another queue"):
+        two.remove(ticket)
+    assert len(one) == len(two) == 1 and one.remove(ticket)
+
+
 def test_an_empty_queue_has_no_next() -> None:
     with pytest.raises(IndexError):
         FairQueue[int]().pop()

@@ -77,18 +77,21 @@ def test_writes_are_shared_too() -> None:
     assert Counter(tenant_of(job) for job in taken(waiting)[:20]) == {b"a": 10, b"b": 10}
 
 
-def test_loads_without_end_starve_neither_what_makes_room_nor_what_moves_down() -> None:
+def test_loads_without_end_starve_nothing() -> None:
+    """Each line that waits gets one part in seventeen of the bytes, as long as it waits."""
     waiting = Waiting()
-    waiting.put(write(1))
+    for n in range(20):
+        for job in (write(100 + n), read(200 + n, Use.SCRUB), read(300 + n, Use.PREFETCH)):
+            waiting.put(job)
     waiting.put(Chunk(2).delete())
-    waiting.put(read(3, Use.SCRUB))
-    seen = []
-    for n in range(4 * PATIENCE):
-        waiting.put(read(10 + n))
+    seen: list[Line] = []
+    for n in range(10 * PATIENCE):
+        waiting.put(read(1000 + n))
         seen += [line_of(job) for job in waiting.take(behind=True)]
-    assert Line.DELETE in seen[: PATIENCE + 1] and Line.MOVE in seen[: 2 * PATIENCE + 2]
-    assert Line.SCRUB not in seen
-    assert seen.count(Line.LOAD) == len(seen) - 2
+    assert Line.DELETE in seen[: PATIENCE + 1]
+    for line in (Line.MOVE, Line.SCRUB, Line.PREFETCH):
+        assert 7 <= seen.count(line) <= 10
+    assert seen.count(Line.LOAD) >= 0.8 * len(seen)
 
 
 def test_while_no_worker_is_to_spare_only_loads_and_deletes_go() -> None:
