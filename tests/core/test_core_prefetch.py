@@ -205,6 +205,7 @@ def test_a_load_that_comes_for_it_takes_a_queued_prefetch_along() -> None:
 
 
 def test_what_waits_is_not_read_when_its_time_is_over() -> None:
+    """K111: what is set aside for it is given back."""
     world, client = filled(auto=False, tier={"reads": 2})
     ahead(client, chain(0, 3), within=S)
     (running,) = reads(world)
@@ -219,6 +220,7 @@ def test_what_waits_is_not_read_when_its_time_is_over() -> None:
 
 @pytest.mark.parametrize("answer", [1, 2])
 def test_a_prefetch_that_fails_is_nobodys_miss(answer: int) -> None:
+    """K111: and what was set aside for it is given back."""
     world, client = filled()
     world.fails = lambda job: answer if isinstance(job, ac.TierRead) and job.ahead else 0
     assert ahead(client, chain(0, 3)) == [O.OK] * 3
@@ -242,8 +244,8 @@ NAMES = ["default", "two"]
 
 
 class Hints(RuleBasedStateMachine):
-    """Hints, loads, stores, time and failing reads in any order: limits hold throughout, and in
-    the end nothing is left of any hint."""
+    """K111: hints, loads, stores, time and failing reads in any order: limits hold throughout, and
+    in the end nothing is left of any hint."""
 
     @initialize()
     def begin(self) -> None:
