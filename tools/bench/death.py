@@ -80,7 +80,7 @@ def _kill_one(socket: str, client: Client, size: int) -> tuple[float, int]:
 def _free(stat: dict[str, Any], sessions: int) -> bool:
     tier = stat["tiers"][0]
     held = tier["leased_chunks"] + tier["writing_bytes"] + tier["condemned_bytes"]
-    return stat["sessions"] == sessions and held == 0
+    return bool(stat["sessions"] == sessions and held == 0)
 
 
 def hold(socket: str, size: int) -> None:
