@@ -53,6 +53,7 @@ class Evictions:
         self._under: dict[int, tuple[int, bytes, int, bytes]] = {}
         # with tiers below: whether demotions will free slots of a class, and when to stop waiting
         self.coming: Callable[[int], bool] = lambda size: False
+        self.moving: Callable[[int], bool] = lambda size: False  # some are in a tier's hands
         self.settled: Callable[[int], bool] = self._clean  # it is where it would be demoted to
         self.lost: Callable[[int], None] = lambda row: None  # a chunk goes and is nowhere below
 
@@ -76,9 +77,7 @@ class Evictions:
             if store.layered and self._drop_clean(size):
                 continue
             if self.coming(size) and (not until or store.now < until):
-                if not until:
-                    until = store.now + store.config.room_wait_ns
-                    store.timers.add(until, "room", store.handle())
+                until = until or self._wait()
                 yield Pause.DEMOTION
                 search = Search()
                 continue
@@ -94,7 +93,18 @@ class Evictions:
                 yield Pause.ROOM
                 search = Search()
             elif waits >= _WAITS or not self.reclass.start(size, must=True):
-                return -1
+                if not self.moving(size) or (until and store.now >= until):
+                    return -1
+                until = until or self._wait()
+                yield Pause.DEMOTION
+                search = Search()
+
+    def _wait(self) -> int:
+        """How long a slot is waited for that may come: ns. The waiting is woken then."""
+        store = self._store
+        until = store.now + store.config.room_wait_ns
+        store.timers.add(until, "room", store.handle())
+        return until
 
     def spare(self, size: int) -> int:
         """A slot of a class that nobody will miss, taken: a free one, as long as half of what is

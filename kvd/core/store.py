@@ -308,10 +308,10 @@ class Store:
             self.policy_failed = True
             return False
 
-    def free_slot(self, record: int, *, adopted: bool = False) -> None:
+    def free_slot(self, record: int, *, earlier: bool = False) -> None:
         """The slot's generation changes now, before anybody can get it."""
         self.out.append(PatchRecord(record, state=State.FREE, generation=self.generation()))
-        if adopted and self.hold:
+        if earlier and self.hold:
             self.slabs.set_cell(record, DETACHED)
             self.held.append(record)
             self.held_bytes += self.slabs.size_of(record)
@@ -362,7 +362,7 @@ class Store:
     def clear_cell(self, cell: int) -> None:
         """Free the slot of a ready or quarantined cell. Counts are the caller's."""
         cells = self.cells
-        self.free_slot(cells.record[cell], adopted=bool(cells.marks[cell] & col.ADOPTED))
+        self.free_slot(cells.record[cell], earlier=bool(cells.marks[cell] & col.EARLIER))
         cells.state[cell] = col.ABSENT
         # ADOPTED stays: it names the chunk's queue until its last cell is given back
         cells.marks[cell] &= col.ADOPTED
