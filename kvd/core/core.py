@@ -113,6 +113,7 @@ class Core:
             ev.List: self._list,
             ev.Stat: self._stat,
             ev.Sealed: lambda e: self._seals.sealed(e.record, e.generation, e.digest),
+            ev.SealedMany: self._sealed_many,
             ev.Verified: lambda e: self._transfers.verified(e.record, e.generation, e.ok),
             ev.Copied: lambda e: self._evictions.reclass.copied(e.copy, e.ok),
             ev.TierState: self._tier_state,
@@ -301,6 +302,10 @@ class Core:
                 self._leases.lower_horizon()
             else:
                 self._adoption.end_hold()
+
+    def _sealed_many(self, event: ev.SealedMany) -> None:
+        for one in event.seals:
+            self._seals.sealed(one.record, one.generation, one.digest)
 
     def _tick(self, event: ev.Tick) -> None:
         """A slice of whatever is under way."""

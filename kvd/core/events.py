@@ -12,6 +12,7 @@ are chunk-major: index = key * len(shards) + position in `shards`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntFlag, StrEnum
 from typing import Any, NamedTuple
 
@@ -235,6 +236,12 @@ class Sealed(NamedTuple):
     record: int
     generation: int
     digest: bytes
+
+
+class SealedMany(NamedTuple):
+    """Several that came together."""
+
+    seals: Sequence[Sealed]
 
 
 class Verified(NamedTuple):
