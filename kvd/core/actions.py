@@ -113,6 +113,16 @@ class TierResult(NamedTuple):
     chunks: int
 
 
+class HintResult(NamedTuple):
+    """Chunks: the hint was taken, they are not here, a cap on what is pinned and spared is reached.
+    `within_ns`: how long it holds."""
+
+    taken: int
+    absent: int
+    over: int
+    within_ns: int
+
+
 class DoneResult(NamedTuple):
     """Cancel and other requests that have nothing to say."""
 
@@ -129,6 +139,7 @@ Result = (
     | ListResult
     | StatResult
     | TierResult
+    | HintResult
     | DoneResult
 )
 
@@ -271,6 +282,23 @@ class ScrubCursor(NamedTuple):
     part: int
 
 
+# -- about policies ------------------------------------------------------------------------------
+
+
+class Remembered(NamedTuple):
+    """A part of what policies know, to be kept for the next life; None: that was all."""
+
+    part: dict[str, Any] | None
+
+
+class PolicyFailed(NamedTuple):
+    """The eviction policy of a tier raised; it has no say until the next start."""
+
+    tier: str
+    error: str  # one line: where and what
+    fault: Exception
+
+
 Action = (
     Reply
     | Fail
@@ -286,4 +314,6 @@ Action = (
     | TierScrub
     | TierDelete
     | ScrubCursor
+    | Remembered
+    | PolicyFailed
 )

@@ -7,7 +7,8 @@ that can't be carried out is answered with a typed error and has no effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,13 @@ from kvd.core.config import CoreConfig
 from kvd.core.demotions import Demotions
 from kvd.core.evictions import Evictions
 from kvd.core.fetches import Fetches
+from kvd.core.hints import Hints
 from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.leases import Lease, Leases
 from kvd.core.listing import Listing
+from kvd.core.lower import Lower
 from kvd.core.prefetches import Prefetches
+from kvd.core.recollection import Part, Recollection, parts
 from kvd.core.recovery import Found, Recovery
 from kvd.core.reserves import Request, Reserves
 from kvd.core.rooms import Rooms
@@ -35,6 +39,7 @@ from kvd.core.sessions import Session
 from kvd.core.spaces import Space
 from kvd.core.stats import stat
 from kvd.core.store import TOUCH_SLICE, Store
+from kvd.core.takeover import take_over
 from kvd.core.transfers import Transfer, Transfers, Waiter
 from kvd.core.writes import Write, Writes
 from kvd.errors import (
@@ -91,8 +96,14 @@ class Core:
         self._leases.kept = self._fetches.keep
         self._leases.second = self._demotions.hit
         self._listing = Listing(self._store, self._writes, self._rooms)
+        self._hints = Hints(self._store)
         self._adoption = Adoption(self._store, self._writes, self._jobs)
         self._recovery = Recovery(self._store, self._jobs, self._adoption)
+        self._store.policy.begin_load = lambda: self._take_over(None)
+        for lower in self._store.ladder.lowers:
+            lower.policy.begin_load = partial(self._take_over, lower)
+        self._make_policy = policy
+        self._remembering = False
         self._begun: int | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.OpenSession: self._open_session,
@@ -112,6 +123,7 @@ class Core:
             ev.Evict: self._evict,
             ev.List: self._list,
             ev.Stat: self._stat,
+            ev.Hint: self._hint,
             ev.Sealed: lambda e: self._seals.sealed(e.record, e.generation, e.digest),
             ev.SealedMany: self._sealed_many,
             ev.Verified: lambda e: self._transfers.verified(e.record, e.generation, e.ok),
@@ -125,6 +137,7 @@ class Core:
             ev.TierCommand: self._tier_command,
             ev.Tick: self._tick,
             ev.Drain: self._drain,
+            ev.Remember: self._remember,
         }
 
     # -- the way in -----------------------------------------------------------------------------
@@ -168,6 +181,28 @@ class Core:
         self._fetches.set_weight(namespace, weight)
         self._demotions.set_weight(namespace, weight)
 
+    def recall(self, known: Mapping[str, Recollection], now: int) -> list[str]:
+        """Take up what policies knew in an earlier life, by tier; of which tiers. Pre: before
+        `adopt` and `recover`."""
+        self._begin(now)
+        advices = [self._store.policy, *(low.policy for low in self._store.ladder.lowers)]
+        return [
+            advice.tier
+            for advice in advices
+            if advice.tier in known and advice.recall(self._make_policy, known[advice.tier], now)
+        ]
+
+    def chunk_tokens(self, spec: bytes) -> int:
+        """Tokens of a full chunk, 0 if the spec is unknown."""
+        known = self._store.spaces.specs.get(spec)
+        return 0 if known is None else known.chunk_tokens
+
+    def remember(self) -> Iterator[Part]:
+        """All that policies know, for a daemon that ends. While it serves: Remember."""
+        while self._store.touches:
+            self._store.apply_touches(TOUCH_SLICE)
+        return filter(None, parts(self._store))
+
     def adopt(
         self,
         slot_sizes: Sequence[int],
@@ -187,6 +222,7 @@ class Core:
         self._adoption.run(
             slot_sizes, records, numbers, namespaces, specs, locked, lease_horizon, suspects
         )
+        store.policy.recollection = None
         self._leases.adopt(lease_horizon)
         self._seals.pump()
         return store.out
@@ -208,6 +244,8 @@ class Core:
 
     def recovered(self) -> None:
         """All tiers that can tell at once what lies there have told."""
+        for lower in self._store.ladder.lowers:
+            lower.policy.recollection = None
         self._store.spaces.forget_unused()
 
     @property
@@ -321,6 +359,24 @@ class Core:
             if lower.writable:
                 self._demotions.drain(lower)
                 break
+
+    def _remember(self, event: ev.Remember) -> None:
+        def job() -> Work[None]:
+            for part in parts(self._store):
+                if part:
+                    self._store.out.append(ac.Remembered(part))
+                yield Pause.SLICE
+            self._store.out.append(ac.Remembered(None))
+            self._remembering = False
+
+        if not self._remembering:
+            self._remembering = True
+            self._jobs.later(job())
+
+    def _take_over(self, lower: Lower | None) -> None:
+        """A policy has failed."""
+        advice = self._store.policy if lower is None else lower.policy
+        self._jobs.later(take_over(self._store, advice, lower))
 
     # -- tiers below ----------------------------------------------------------------------------
 
@@ -641,6 +697,14 @@ class Core:
         session = self._checks.session(event.session)
         own = None if session.admin else session.namespace
         self._reply(event, ac.StatResult({**self.stat(own), "namespace": session.namespace}))
+
+    def _hint(self, event: ev.Hint) -> None:
+        session = self._checks.session(event.session)
+        space = self._checks.space(session, event.spec, event.kind)
+        self._checks.keys(event.hashes)
+        if event.within_ns < 0:
+            raise BadKey("within_ns is below 0")
+        self._reply(event, self._hints.take(session, space, event))
 
     # -- specs ----------------------------------------------------------------------------------
 

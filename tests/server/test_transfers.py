@@ -60,20 +60,20 @@ def test_a_job_that_raises_is_failed_and_its_worker_goes_on(
     assert transfers.counters.failed == 4
 
 
-def test_background_jobs_and_others_do_not_wait_for_each_other() -> None:
-    for first in (True, False):
-        pool = Transfers(1, stuck_s=60)
-        order: list[str] = []
-        gate = threading.Event()
-        pool.submit(Job("gate", gate.wait, lambda r: None, background=first))
-        pool.submit(
-            Job("works", lambda: order.append("works"), lambda r: None, background=not first)
-        )
-        finish(pool, 1)
-        assert order == ["works"]
-        gate.set()
-        finish(pool, 1)
-        assert pool.close(5)
+@pytest.mark.parametrize("background", [True, False])
+def test_background_jobs_and_others_do_not_wait_for_each_other(background: bool) -> None:
+    pool = Transfers(1, stuck_s=60)
+    order: list[str] = []
+    gate = threading.Event()
+    pool.submit(Job("gate", gate.wait, lambda r: None, background=background))
+    pool.submit(
+        Job("works", lambda: order.append("works"), lambda r: None, background=not background)
+    )
+    finish(pool, 1)
+    assert order == ["works"]
+    gate.set()
+    finish(pool, 1)
+    assert pool.close(5)
 
 
 def test_background_jobs_wait_for_a_pause_between_stores_and_loads(

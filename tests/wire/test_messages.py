@@ -63,6 +63,7 @@ def decode(op: Op, body: list[Any], **more: Any) -> m.Request:
         (m.Release, events.Release),
         (m.Stat, events.Stat),
         (m.Tier, events.TierCommand),
+        (m.Hint, events.Hint),
     ],
 )
 def test_a_request_has_the_fields_of_its_event_in_the_same_order(message: Any, event: Any) -> None:
@@ -84,6 +85,7 @@ def test_a_request_has_the_fields_of_its_event_in_the_same_order(message: Any, e
         (m.ListReply, actions.ListResult),
         (m.StatReply, actions.StatResult),
         (m.TierReply, actions.TierResult),
+        (m.HintReply, actions.HintResult),
         (m.DoneReply, actions.DoneResult),
     ],
 )

@@ -165,13 +165,25 @@ REPLIES_1_1: dict[str, tuple[Op, Any]] = {
 
 # What 1.2 added: `golden_1_2.json`.
 REQUESTS_1_2: dict[str, m.Request] = {
-    "prefetch": m.Prefetch(SPEC, 1, (0, 2), HASHES, 3_000_000_000),
+    "hint": m.Hint(b"\x07" * 32, 1, bytes(range(64)), 3, 0, 60_000_000_000),
 }
 REPLIES_1_2: dict[str, tuple[Op, Any]] = {
+    "hint": (Op.HINT, m.HintReply(7, 2, 1, 60_000_000_000)),
+}
+
+# What 1.3 added: `golden_1_3.json`.
+REQUESTS_1_3: dict[str, m.Request] = {
+    "prefetch": m.Prefetch(SPEC, 1, (0, 2), HASHES, 3_000_000_000),
+}
+REPLIES_1_3: dict[str, tuple[Op, Any]] = {
     "prefetch": (Op.PREFETCH, m.OutcomesReply(b"\x01\x06")),
 }
 
-ADDED = {"1_1": (REQUESTS_1_1, REPLIES_1_1), "1_2": (REQUESTS_1_2, REPLIES_1_2)}
+ADDED = {
+    "1_1": (REQUESTS_1_1, REPLIES_1_1),
+    "1_2": (REQUESTS_1_2, REPLIES_1_2),
+    "1_3": (REQUESTS_1_3, REPLIES_1_3),
+}
 
 
 def vectors_of(version: str) -> dict[str, Any]:
