@@ -242,6 +242,7 @@ class TierRead(NamedTuple):
     offset: int
     length: int
     deadline: int
+    ahead: bool = False  # nobody waits for it
 
 
 class TierScrub(NamedTuple):

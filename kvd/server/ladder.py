@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from kvd.chunk import namespace_digest
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.server.tiers import TierPlan
@@ -122,6 +123,11 @@ class Ladder:
         os.close(self.news)
         self.news = -1
 
+    def set_weight(self, namespace: str, weight: float) -> None:
+        """A tenant's share of each tier's bandwidth. Pre: started; weight > 0."""
+        for tier in self.tiers:
+            tier.set_weight(namespace_digest(namespace), weight)
+
     # -- from the core --------------------------------------------------------------------------
 
     def add(self, action: Any) -> None:
@@ -139,9 +145,11 @@ class Ladder:
         if isinstance(action, ac.TierDelete):
             return t.Delete(action, key, place, action.deadline)
         if isinstance(action, ac.TierScrub):
-            return t.Read(action, key, place, bytearray(action.length), action.deadline)
+            memory = bytearray(action.length)
+            return t.Read(action, key, place, memory, action.deadline, use=t.Use.SCRUB)
         into = self._view[action.offset : action.offset + action.length]
-        return t.Read(action, key, place, into, action.deadline)
+        use = t.Use.PREFETCH if action.ahead else t.Use.LOAD
+        return t.Read(action, key, place, into, action.deadline, use=use)
 
     def scrubbed_to(self, action: ac.ScrubCursor) -> None:
         """Keep how far a scrub has got: beside what it reads, or, of media that are elsewhere,

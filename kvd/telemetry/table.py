@@ -284,9 +284,19 @@ _ALL = (
         "shards_promoted",
         _C,
         "shards",
-        "Shards read up into DRAM: for one lease, or to stay.",
+        "Shards read up into DRAM: for one lease, to stay, or ahead, before anybody asked.",
         "how",
-        ("transient", "stays"),
+        ("transient", "stays", "ahead"),
+        tenant=True,
+    ),
+    Metric(
+        "chunks_prefetched",
+        _C,
+        "chunks",
+        "Keys in prefetches, by what became of the hint: here (in DRAM already), coming, no_space, "
+        "missed, or skipped behind the first that is not to be had.",
+        "answer",
+        ("here", "coming", "no_space", "missed", "skipped"),
         tenant=True,
     ),
     Metric(
@@ -416,6 +426,7 @@ _ALL = (
         "records",
         "Records in tiers below whose spec or namespace nobody has named yet.",
     ),
+    Metric("prefetch_bytes", _G, "bytes", "Slots set aside for what is read up ahead."),
     Metric("fetches_queued", _G, "shards", "Shards that wait to be read from below."),
 )
 
