@@ -9,8 +9,9 @@ NO_SPACE means that every candidate was looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from enum import Enum, auto
+from math import ceil
 
 from kvd.core import columns as col
 from kvd.core.actions import AssignSlab
@@ -160,6 +161,23 @@ class Evictions:
             return False
         return use.victim({*here, *others, tenant}, tenant, size) in others - {tenant}
 
+    def spare(self, size: int, tenant: int) -> int:
+        """A slot of a class that nobody will miss, taken for a tenant: a free one, as long as half
+        of what is kept free for stores is left, for what demotion makes up for; or that of
+        something cold that lies below already. NO_ROOM if there is none."""
+        store, slabs = self._store, self._store.slabs
+        if store.shares.isolate and store.shares.dram.full(tenant, size):
+            return NO_ROOM
+        slots = slabs.slots.get(size, 0)
+        keep = ceil(slots * (1 - store.config.high))
+        if any(lower.writable for lower in store.ladder.lowers):
+            keep //= 2
+        if slots - slabs.used.get(size, 0) > keep:
+            return slabs.take(size, tenant)
+        if self._take_slab(size) or self._drop_clean(size, tenant, but=store.transients):
+            return slabs.take(size, tenant)
+        return NO_ROOM
+
     def _take_slab(self, size: int) -> bool:
         """Give the class a slab with nothing in it, if there is one that can be."""
         for slab in (self._store.slabs.blank(), self._store.slabs.empty(but=size)):
@@ -219,8 +237,8 @@ class Evictions:
         ladder = self._store.ladder
         return any(low.readable and ladder.holds(low, row) for low in ladder.lowers)
 
-    def _drop_clean(self, size: int, by: int) -> bool:
-        """Drop something cold that a tier below has already."""
+    def _drop_clean(self, size: int, by: int, but: Container[int] = ()) -> bool:
+        """Drop something cold that a tier below has already, and that is not in `but`."""
         store = self._store
         if not store.ladder.readable:
             return False
@@ -229,7 +247,9 @@ class Evictions:
             for n, row in enumerate(store.policy.victims(queue, store.now)):
                 if n >= _SKIPS:
                     break
-                if store.chunks.below[row] and self.legal(row) and self.settled(row):
+                if not store.chunks.below[row] or row in but:
+                    continue
+                if self.legal(row) and self.settled(row):
                     store.evicts(row, by, store.shares.dram)
                     store.drop(row, "demoted", evicted=True)
                     return True

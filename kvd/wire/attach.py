@@ -23,7 +23,7 @@ _FIELDS = 10
 
 class AttachRequest(NamedTuple):
     """["kvd-attach", major, minor, name, pid, group_secret, token, expected_instance, maps], and
-    from 1.2 a namespace behind it"""
+    from 1.4 a namespace behind it"""
 
     major: int
     minor: int
@@ -33,7 +33,7 @@ class AttachRequest(NamedTuple):
     token: bytes | None  # content of a namespace's token file
     expected_instance: str | None
     maps_memory: bool = True
-    namespace: str | None = None  # from 1.2: `public`, for who may write there
+    namespace: str | None = None  # from 1.4: `public`, for who may write there
 
 
 class ArenaTold(NamedTuple):

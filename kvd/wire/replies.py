@@ -159,7 +159,7 @@ def encode_reply(result: tuple[Any, ...], limits: Limits = DEFAULT_LIMITS) -> by
 
 
 def encode_error(code: int, message: str, retry_ns: int = 0) -> bytes:
-    """The body of an error; goes with FrameFlag.REPLY | FrameFlag.ERROR. `retry_ns`: from 1.2, only
+    """The body of an error; goes with FrameFlag.REPLY | FrameFlag.ERROR. `retry_ns`: from 1.4, only
     with BUSY."""
     clean = message.encode("utf-8", "replace")[:MAX_MESSAGE].decode("utf-8", "ignore")
     return c.pack((int(code), clean, retry_ns) if retry_ns else (int(code), clean))
@@ -366,6 +366,7 @@ _DECODERS: dict[int, tuple[str, int, Callable[[list[Any], bool], Reply]]] = {
     Op.TIER: ("tier", 3, _tier),
     Op.HINT: ("hint", 4, _hint),
     Op.TENANT: ("tenant", 2, _tenant),
+    Op.PREFETCH: ("prefetch", 1, _outcomes_only),
     Op.HEARTBEAT: ("heartbeat", 0, _done),
     Op.PUT: ("put", 1, _outcomes_only),
     Op.GET: ("get", 1, _outcomes_only),

@@ -33,7 +33,7 @@ class Hello(NamedTuple):
     expected_instance: str | None  # answered WRONG_INSTANCE if it is another
     group_secret: bytes | None  # tcp only; over ipc attach carried it
     token: bytes | None  # tcp only: the content of a namespace's token file
-    namespace: str | None = None  # tcp only, from 1.2: `public`, for who may write there
+    namespace: str | None = None  # tcp only, from 1.4: `public`, for who may write there
 
 
 class RegisterSpec(NamedTuple):
@@ -98,6 +98,16 @@ class Load(NamedTuple):
     lease: int
     items: bytes | None
     shards: tuple[int, ...] | None
+
+
+class Prefetch(NamedTuple):
+    """From 1.3: a hint that these chunks will be asked for within `within` ns."""
+
+    spec: bytes
+    kind: int
+    shards: tuple[int, ...]
+    hashes: bytes
+    within: int
 
 
 class Wait(NamedTuple):
@@ -172,7 +182,7 @@ class Hint(NamedTuple):
 
 
 class Tenant(NamedTuple):
-    """From 1.2. `list` and `show` tell a session about its own tenant, administrators about all;
+    """From 1.4. `list` and `show` tell a session about its own tenant, administrators about all;
     the other commands are theirs. `name`: empty for `list`. `settings`: a map as in the
     configuration, and `token`, `keep`; for `list` the name `after` which it goes on."""
 
@@ -208,6 +218,7 @@ Request = (
     | Abort
     | Lookup
     | Load
+    | Prefetch
     | Wait
     | Cancel
     | Renew
@@ -232,6 +243,7 @@ OP_OF: dict[type, Op] = {
     Abort: Op.ABORT,
     Lookup: Op.LOOKUP,
     Load: Op.LOAD,
+    Prefetch: Op.PREFETCH,
     Wait: Op.WAIT,
     Cancel: Op.CANCEL,
     Renew: Op.RENEW,
@@ -405,6 +417,19 @@ def _load(f: list[Any], limits: Limits) -> Load:
     )
 
 
+def _prefetch(f: list[Any], limits: Limits) -> Prefetch:
+    packed_hashes, keys = c.hashes(f[3], limits)
+    shards = c.shards(f[2], limits)
+    c.results(keys, len(shards), limits)
+    return Prefetch(
+        c.exactly(f[0], "spec", c.HASH_BYTES),
+        c.kind(f[1]),
+        shards,
+        packed_hashes,
+        _duration(f[4], "within", limits.lease_max_ns),
+    )
+
+
 def _wait(f: list[Any], limits: Limits) -> Wait:
     timeout_ns = c.uint(f[2], "timeout_ns")
     if timeout_ns > limits.wait_max_ns:
@@ -555,6 +580,7 @@ _DECODERS: dict[int, tuple[str, int, Callable[[list[Any], Limits], Request]]] = 
     Op.ABORT: ("abort", 2, _abort),
     Op.LOOKUP: ("lookup", 10, _lookup),
     Op.LOAD: ("load", 3, _load),
+    Op.PREFETCH: ("prefetch", 5, _prefetch),
     Op.WAIT: ("wait", 3, _wait),
     Op.CANCEL: ("cancel", 1, _cancel),
     Op.RENEW: ("renew", 2, _renew),

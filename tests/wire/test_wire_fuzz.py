@@ -24,7 +24,6 @@ TYPED = (ProtocolError, LimitExceeded, VersionError)
 BODIES = [
     *((m.OP_OF[type(v)], m.encode_request(v)) for v in vectors.REQUESTS.values()),
     *((m.OP_OF[type(v)], m.encode_request(v)) for v in vectors.REQUESTS_1_1.values()),
-    *((m.OP_OF[type(v)], m.encode_request(v)) for v in vectors.REQUESTS_TENANTS.values()),
     *((m.OP_OF[type(v)], m.encode_request(v)) for v in vectors.REQUESTS_1_2.values()),
 ]
 REPLIES = [
