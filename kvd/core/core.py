@@ -21,6 +21,7 @@ from kvd.core.adoption import Adoption
 from kvd.core.checks import Checks
 from kvd.core.config import CoreConfig
 from kvd.core.demotions import Demotions
+from kvd.core.descents import Descent, Descents
 from kvd.core.evictions import Evictions
 from kvd.core.fetches import Fetches
 from kvd.core.hints import Hints
@@ -81,7 +82,8 @@ class Core:
         self._jobs = Jobs(self._store)
         self._evictions = Evictions(self._store, self._jobs)
         self._fetches = Fetches(self._store, self._jobs, self._evictions)
-        self._rooms = Rooms(self._store, self._jobs, self._fetches)
+        self._descents = Descents(self._store, self._fetches)
+        self._rooms = Rooms(self._store, self._jobs, self._fetches, self._descents)
         self._scrubs = Scrubs(self._store, self._jobs, self._fetches)
         self._prefetches = Prefetches(self._store, self._jobs, self._fetches)
         self._seals = Seals(self._store)
@@ -390,9 +392,9 @@ class Core:
     def _tier_written(self, event: ev.TierWritten) -> None:
         job = self._store.ladder.end(event.job)
         if job is not None:
-            self._demotions.done(
-                job, event.answer, event.at, event.generation, event.room, event.empty
-            )
+            down = isinstance(job.owner, Descent)
+            done = self._descents.written if down else self._demotions.done
+            done(job, event.answer, event.at, event.generation, event.room, event.empty)
 
     def _tier_read(self, event: ev.TierReadDone) -> None:
         job = self._store.ladder.end(event.job)
@@ -401,6 +403,8 @@ class Core:
         if job.kind == "scrub":
             fits = event.header is not None and self._fetches.fits(job.cell, event.header)
             self._scrubs.done(job, event.answer, fits=fits)
+        elif job.kind == "descent":
+            self._descents.read(event.job, job, event.answer, event.header)
         else:
             self._fetches.done(job, event.answer, event.header)
 

@@ -188,7 +188,7 @@ class Demotions:
     def _target(self, row: int) -> Lower | None:
         """The tier that the chunk goes to: the next one below that takes it."""
         for lower in self._store.ladder.lowers:
-            if lower.writable and self._wants(lower, row):
+            if lower.writable and self._store.ladder.wants(lower, row):
                 return lower
         return None
 
@@ -203,11 +203,6 @@ class Demotions:
     def _takers(self) -> bool:
         """Whether any tier below takes writes now."""
         return any(lower.writable for lower in self._store.ladder.lowers)
-
-    def _wants(self, lower: Lower, row: int) -> bool:
-        if lower.config.policy is WritePolicy.ON_SECOND_HIT:
-            return bool(self._store.chunks.hits[row] > 1)
-        return True
 
     def _lost(self, row: int) -> None:
         """A chunk goes for good, for want of time or of a tier."""
@@ -342,7 +337,7 @@ class Demotions:
         if answer in (TierAnswer.OK, TierAnswer.EXISTS):
             store.ladder.put(lower, cell, at, generation)
             self._left(move)
-            if 0 <= room < max(2, lower.writing):
+            if 0 <= room < self._rooms.ahead(lower):
                 self._rooms.make(lower, size, ())
         elif answer is TierAnswer.NO_SPACE and move.attempts < _ATTEMPTS and lower.writable:
             move.attempts += 1

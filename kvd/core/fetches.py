@@ -269,11 +269,7 @@ class Fetches:
             TierRead(
                 number,
                 lower.number,
-                space.kind,
-                space.namespace_digest,
-                space.digest,
-                chunks.key_of(row),
-                shard,
+                *self.name(cell),
                 lower.at[cell],
                 lower.generation[cell],
                 store.slabs.offset(record),
@@ -451,25 +447,21 @@ class Fetches:
 
     # -- deleting -------------------------------------------------------------------------------
 
-    def delete(self, lower: Lower, cell: int, owner: object = None) -> None:
-        """Forget a shard in a tier, and have it deleted there. The caller settles the row."""
+    def name(self, cell: int) -> tuple[int, bytes, bytes, bytes, int]:
+        """What a shard is called in a tier: kind, namespace, spec, chunk, shard."""
         store, chunks = self._store, self._store.chunks
         row = store.cells.chunk[cell]
         space = store.spaces.of(chunks.space[row])
+        shard = cell - chunks.cell[row]
+        return space.kind, space.namespace_digest, space.digest, chunks.key_of(row), shard
+
+    def delete(self, lower: Lower, cell: int, owner: object = None) -> None:
+        """Forget a shard in a tier, and have it deleted there. The caller settles the row."""
+        store = self._store
         at, generation = lower.at[cell], lower.generation[cell]
         store.ladder.forget(lower, cell)
-        number = store.ladder.begin("delete", lower, cell, lower.config.write_ns, owner)
+        within = lower.config.write_ns
+        number = store.ladder.begin("delete", lower, cell, within, owner)
         store.out.append(
-            TierDelete(
-                number,
-                lower.number,
-                space.kind,
-                space.namespace_digest,
-                space.digest,
-                chunks.key_of(row),
-                cell - chunks.cell[row],
-                at,
-                generation,
-                store.now + lower.config.write_ns,
-            )
+            TierDelete(number, lower.number, *self.name(cell), at, generation, store.now + within)
         )

@@ -312,7 +312,30 @@ _ALL = (
         "chunks",
         "Chunks removed from a tier below, by reason.",
         "reason",
-        ("capacity", "command", "quarantine"),
+        ("capacity", "demoted", "command", "quarantine"),
+        tenant=True,
+    ),
+    Metric(
+        "descents",
+        _C,
+        "chunks",
+        "Last copies that had to leave a tier below that has another one below it, by what became "
+        "of them: written there, or deleted: off (no further tier takes writes, or the payload "
+        "can't be read), unwanted (by its write policy), busy (enough are on their way), and what "
+        "a tier answered.",
+        "result",
+        (
+            "written",
+            "off",
+            "unwanted",
+            "busy",
+            "miss",
+            "no_space",
+            "too_large",
+            "corrupt",
+            "timeout",
+            "failed",
+        ),
         tenant=True,
     ),
     Metric(
