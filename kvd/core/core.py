@@ -24,7 +24,7 @@ from kvd.core.demotions import Demotions
 from kvd.core.descents import Descent, Descents
 from kvd.core.evictions import Evictions
 from kvd.core.fetches import Fetches
-from kvd.core.hints import Hints
+from kvd.core.hints import Hints, check
 from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.leases import Lease, Leases
 from kvd.core.listing import Listing
@@ -350,6 +350,8 @@ class Core:
                 self._prefetches.due(due.number)
             elif due.kind == "room":
                 self._jobs.wake(Pause.DEMOTION)
+            elif due.kind == "pin":
+                self._store.keeping.drop(due.number)
             elif due.kind == "horizon":
                 self._leases.lower_horizon()
             else:
@@ -752,9 +754,8 @@ class Core:
         session = self._checks.session(event.session)
         space = self._checks.space(session, event.spec, event.kind)
         self._checks.keys(event.hashes)
-        if event.within_ns < 0:
-            raise BadKey("within_ns is below 0")
-        self._reply(event, self._hints.take(session, space, event))
+        check(event)
+        self._start(event, self._hints.take(session, space, event))
 
     # -- specs ----------------------------------------------------------------------------------
 

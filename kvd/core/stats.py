@@ -27,7 +27,6 @@ def stat(
     """All sections; of one tenant, or of all (namespace None). A tenant's has its own counters and
     gauges, and of the tiers how full they are, for that is what it is refused by."""
     slabs = store.slabs
-    store.keeping.expire(store.now)
     spaces = [s for s in store.spaces.all() if namespace in (None, s.namespace)]
     if namespace is None:
         gauges = {

@@ -23,8 +23,8 @@ from kvd.core.advice import Advice
 from kvd.core.columns import NONE, Cells, Chunks
 from kvd.core.config import SECOND_NS, CoreConfig
 from kvd.core.counters import Counters
-from kvd.core.hints import Keeping
 from kvd.core.index import Index
+from kvd.core.keeping import Keeping
 from kvd.core.lower import Ladder
 from kvd.core.sessions import Sessions
 from kvd.core.shares import PUBLIC, Shares, TierUse
@@ -69,7 +69,7 @@ class Store:
         self.out: list[Action] = []
         self.now = 0
         self.units = 0  # work done in this slice, see jobs.py
-        self.keeping = Keeping(config)  # what hints have pinned or spared
+        self.keeping = Keeping(config, self.timers)  # what hints have pinned or spared
         self.draining = False  # takes no stores any more
         # Handles and generations go on from the epoch, so that none is ever given twice, in this
         # life or another.
@@ -464,10 +464,14 @@ class Store:
 
     # -- recency --------------------------------------------------------------------------------
 
-    def touch(self, rows: NDArray[np.int64], *, over: bool = False) -> None:
-        """These chunks and all their ancestors were used now; applied after the reply. `over`:
-        these alone, from leaf to root, are said not to be used again."""
-        self.touches.append(Touch(rows, self.chunks.np_key[rows, 0], self.now, over))
+    def touch(self, rows: NDArray[np.int64]) -> None:
+        """These chunks and all their ancestors were used now; applied after the reply."""
+        self.touches.append(Touch(rows, self.chunks.np_key[rows, 0], self.now, False))
+
+    def over(self, rows: NDArray[np.int64], words: NDArray[np.uint64]) -> None:
+        """These chunks, from leaf to root, are said not to be used again: in every tier they go
+        first, as soon as the uses before are applied. `words`: of the keys that are meant."""
+        self.touches.append(Touch(rows, words, self.now, True))
 
     def apply_touches(self, budget: int) -> int:
         """Apply what was deferred, oldest first; what is left of the budget."""
@@ -476,6 +480,10 @@ class Store:
             rows, words, when, over = self.touches.popleft()
             here = (chunks.np_key[rows, 0] == words) & (chunks.np_space[rows] != 0)
             if over:
+                if len(rows) > budget:  # the end, nearest to the root, comes first
+                    rest = len(rows) - budget
+                    self.touches.appendleft(Touch(rows[:rest], words[:rest], when, over))
+                    rows, here = rows[rest:], here[rest:]
                 some = rows[here].tolist()
                 budget -= len(some) + 1
                 for advice in (self.policy, *(lower.policy for lower in self.ladder.lowers)):
