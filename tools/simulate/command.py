@@ -205,7 +205,10 @@ def simulate(
         )
     seconds = time.perf_counter() - began
     if plot is not None:
-        draw(cells, plot)
+        try:
+            draw(cells, plot)
+        except PlotError as error:
+            raise click.ClickException(str(error)) from error
     if output.as_json:
         output.json(cells=[cell.row() for cell in cells], seconds=round(seconds, 3))
         return
