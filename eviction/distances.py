@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.eviction.hot import Hot
+from kvd.eviction.order import Order, Spot
 
 SAMPLES = 8192
 SAME_USE_NS = 1_000_000_000
@@ -43,16 +44,18 @@ class Point(NamedTuple):
     hit: float
 
 
-class _Key:
+class _Key(Spot):
     """A key that is followed. `asked`: looked up, and a store of it belongs to that; `uses`: its
     own, and `weight`: all that these stood for."""
 
-    __slots__ = ("asked", "last_ns", "place", "size", "uses", "weight")
+    __slots__ = ("asked", "digest", "last_ns", "uses", "weight")
 
-    def __init__(self) -> None:
-        self.place, self.size, self.last_ns = -1, 0, 0
+    def __init__(self, digest: int, weight: float) -> None:
+        super().__init__()
+        self.digest = digest
+        self.last_ns = 0
         self.asked = False
-        self.uses = self.weight = 0.0
+        self.uses, self.weight = 1.0, weight
 
 
 class Distances:
@@ -71,14 +74,9 @@ class Distances:
         self._most = most_bytes
         self._half_ns = half_life_s * 1e9
         self._fade_at = 0
-        self._room = 1 << (4 * self._samples - 1).bit_length()  # places of the order
         self._keys: dict[int, _Key] = {}
-        self._high: list[int] = []  # heap of negated digests, stale ones among them
-        self._digest = [-1] * self._room  # by place
-        self._tree = [0] * (self._room + 1)  # Fenwick: bytes by place
-        self._bytes = 0
-        self._cold = 0  # places below are empty
-        self._hot = 0  # the next place
+        self._order = Order(self._samples + 1)
+        self._high: list[int] = []  # heap of negated digests, those let go among them
         self._hits = np.zeros(_BINS)
         self._seen = 0.0  # what the sampled ones stand for, hits and misses
         self._told = 0.0  # how many these are
@@ -237,69 +235,25 @@ class Distances:
                 self._move(digest, size, now, asked=not stored)
                 if len(self._keys) > self._samples:
                     self._lower()
-        while self._bytes * _WORD > self._most * self._bar and len(self._keys) > 1:
+        while self._order.bytes * _WORD > self._most * self._bar and len(self._keys) > 1:
             self._drop_coldest()
 
-    # -- the order ------------------------------------------------------------------------------
+    # -- what is followed -----------------------------------------------------------------------
 
     def _move(self, digest: int, size: int, now: int, *, asked: bool) -> None:
         """The key is the hottest now."""
-        if self._hot == self._room:
-            self._pack()
         key = self._keys.get(digest)
         if key is None:
-            key = self._keys[digest] = _Key()
-            key.uses, key.weight = 1.0, _WORD / self._bar
+            key = self._keys[digest] = _Key(digest, _WORD / self._bar)
             heappush(self._high, -digest)
         else:
-            self._take(key)
-        key.place, key.size, key.last_ns, key.asked = self._hot, size, now, asked
-        self._digest[self._hot] = digest
-        self._hot += 1
-        self._add(key.place, size)
-        self._bytes += size
-
-    def _take(self, key: _Key) -> None:
-        self._digest[key.place] = -1
-        self._bytes -= key.size
-        self._add(key.place, -key.size)
+            self._order.take(key)
+        key.last_ns, key.asked = now, asked
+        self._order.push(key, size)
 
     def _distance(self, key: _Key) -> float:
         """Bytes of all that was used since, and its own."""
-        return (self._bytes - self._upto(key.place)) * _WORD / self._bar + key.size
-
-    def _add(self, place: int, nbytes: int) -> None:
-        tree, room = self._tree, self._room
-        place += 1
-        while place <= room:
-            tree[place] += nbytes
-            place += place & -place
-
-    def _upto(self, place: int) -> int:
-        """Bytes of the places up to this one."""
-        tree, total = self._tree, 0
-        place += 1
-        while place:
-            total += tree[place]
-            place &= place - 1
-        return total
-
-    def _pack(self) -> None:
-        """Close the gaps between places: their number is bounded, uses are not."""
-        room = self._room
-        order = [digest for digest in self._digest if digest >= 0]
-        self._digest = order + [-1] * (room - len(order))
-        sizes = np.zeros(room + 1, np.int64)
-        for place, digest in enumerate(order):
-            key = self._keys[digest]
-            key.place = place
-            sizes[place + 1] = key.size
-        sums = sizes.cumsum()
-        index = np.arange(room + 1)
-        self._tree = (sums - sums[index & (index - 1)]).tolist()
-        self._cold, self._hot = 0, len(order)
-        if len(self._high) > 2 * len(order):
-            self._high = sorted(-digest for digest in order)
+        return self._order.since(key) * _WORD / self._bar + key.size
 
     def _lower(self) -> None:
         """Follow fewer: the bar sinks to the highest digest of those followed."""
@@ -307,14 +261,17 @@ class Distances:
             digest = -heappop(self._high)
             key = self._keys.pop(digest, None)
             if key is not None:
-                self._take(key)
+                self._order.take(key)
                 self._bar = max(1, digest)
                 return
 
     def _drop_coldest(self) -> None:
-        while self._digest[self._cold] < 0:
-            self._cold += 1
-        self._take(self._keys.pop(self._digest[self._cold]))
+        key = self._order.coldest()
+        self._order.take(key)
+        assert isinstance(key, _Key)
+        del self._keys[key.digest]
+        if len(self._high) > 4 * self._samples:  # a sorted list is a heap
+            self._high = sorted(-digest for digest in self._keys)
 
     def _fade(self, now: int) -> None:
         if not self._half_ns or now < self._fade_at:

@@ -27,6 +27,7 @@ from kvd.core.leases import Lease, Leases
 from kvd.core.listing import Listing
 from kvd.core.recovery import Found, Recovery
 from kvd.core.reserves import Request, Reserves
+from kvd.core.reuses import Reuses
 from kvd.core.rooms import Rooms
 from kvd.core.scrubs import Scrubs
 from kvd.core.sealing import Seals
@@ -90,6 +91,7 @@ class Core:
         self._listing = Listing(self._store, self._writes, self._rooms)
         self._adoption = Adoption(self._store, self._writes, self._jobs)
         self._recovery = Recovery(self._store, self._jobs, self._adoption)
+        self._reuses = Reuses(config)
         self._begun: int | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.OpenSession: self._open_session,
@@ -136,6 +138,8 @@ class Core:
                 self._refuse(event, error)
             if len(store.touches) > _TOUCH_LIMIT:
                 store.apply_touches(TOUCH_SLICE)
+            if self._reuses.crowded():
+                self._reuses.apply()
             if store.layered:
                 self._demotions.pump()
                 self._fetches.pump()
@@ -205,6 +209,8 @@ class Core:
         store = self._store
         if self._jobs.busy or store.touches or store.husks or self._seals.waiting:
             return True
+        if self._reuses.waiting:
+            return True
         return store.layered and bool(
             store.fleeting or self._fetches.stalled or self._demotions.busy
         )
@@ -241,7 +247,7 @@ class Core:
     def stat(self, namespace: str | None = None) -> dict[str, Any]:
         """Sections of plain values; with a namespace, only its own tenant's."""
         uptime = self._store.now - (self._begun or 0)
-        return stat(
+        shown = stat(
             self._store,
             self._leases,
             self._writes,
@@ -253,6 +259,7 @@ class Core:
                 "records_waiting": self._recovery.waiting,
             },
         )
+        return {**shown, "reuse": self._reuses.stat(namespace)}
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -295,7 +302,8 @@ class Core:
         left = store.apply_touches(TOUCH_SLICE)
         if left > 0:
             store.sweep(64)
-            self._jobs.step()
+            if not self._jobs.step():
+                self._reuses.apply()
 
     def _drain(self, event: ev.Drain) -> None:
         self._store.draining = True
@@ -453,6 +461,7 @@ class Core:
             event.flags,
             event.ttl,
         )
+        self._reuses.note(space, event.hashes, self._store.now, stored=True)
         self._start(event, self._reserves.reserve(session, ask))
 
     def _write(self, event: ev.Commit | ev.Abort) -> tuple[Write, list[int]]:
@@ -508,6 +517,8 @@ class Core:
             session, space, shards, event.hashes, event.fingerprints, flags, event.lease_ns
         )
         lease = looked.lease
+        if flags & _LEASE:
+            self._reuses.note(space, event.hashes, self._store.now)
         load = None
         if lease is not None and flags & _LOAD:
             load = self._transfers.load(lease, None, shards)

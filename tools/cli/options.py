@@ -86,12 +86,12 @@ def connection(command: Callable[..., None]) -> Callable[..., None]:
         **rest: Any,
     ) -> None:
         before: dict[str, Any] = ctx.obj or {}  # the same options before the command's name
-        output = Output(ctx.info_name or "", as_json=as_json or before["as_json"])
-        token_file = token_file or before["token_file"]
+        output = Output(ctx.info_name or "", as_json=as_json or bool(before.get("as_json")))
+        token_file = token_file or before.get("token_file")
         if timeout is None:
-            timeout = before["timeout"]
+            timeout = before.get("timeout")
         with Link(
-            socket or before["socket"],
+            socket or before.get("socket"),
             _TIMEOUT_S if timeout is None else timeout,
             None if token_file is None else _token(token_file),
         ) as link:

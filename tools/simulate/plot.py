@@ -33,12 +33,7 @@ class Point(Protocol):
 def draw(cells: Sequence[Point], path: Path, base: str = "lru") -> None:
     """A column a trace, a line a policy: missed blocks, and below, where `base` was replayed
     beside others, the points that these found more. With no cells only checks that it could."""
-    try:
-        matplotlib: Any = importlib.import_module("matplotlib")
-        matplotlib.use("Agg")
-        pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise PlotError(f"--plot needs matplotlib: pip install 'kvd[plot]' ({error})") from error
+    pyplot = _pyplot()
     if not cells:
         return
     traces = list(dict.fromkeys(cell.trace for cell in cells))
@@ -66,6 +61,37 @@ def draw(cells: Sequence[Point], path: Path, base: str = "lru") -> None:
             _lines(axes[1][column], policies, ticks, more)
             axes[1][column].set_ylabel(f"found more than {base},\n% of blocks")
         axes[-1][column].set_xlabel("capacity, % of unique blocks")
+    _save(pyplot, figure, path)
+
+
+def draw_curves(curves: Sequence[tuple[str, Sequence[tuple[int, float]]]], path: Path) -> None:
+    """One line for each named curve of (bytes, hit percent): missed chunks over the capacity."""
+    pyplot = _pyplot()
+    figure, axis = pyplot.subplots(figsize=(6, 3.8), layout="constrained")
+    for name, points in curves:
+        axis.plot(
+            [at / (1 << 30) for at, _ in points],
+            [100.0 - hit for _, hit in points],
+            label=name,
+        )
+    axis.set_xscale("log")
+    axis.set_xlabel("capacity, GiB")
+    axis.set_ylabel("missed chunks, %")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")
+    _save(pyplot, figure, path)
+
+
+def _pyplot() -> Any:
+    try:
+        matplotlib: Any = importlib.import_module("matplotlib")
+        matplotlib.use("Agg")
+        return importlib.import_module("matplotlib.pyplot")
+    except ImportError as error:
+        raise PlotError(f"--plot needs matplotlib: pip install 'kvd[plot]' ({error})") from error
+
+
+def _save(pyplot: Any, figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=100)
     except (OSError, ValueError) as error:  # ValueError: a kind of picture that nobody knows
