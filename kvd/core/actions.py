@@ -270,6 +270,23 @@ class ScrubCursor(NamedTuple):
     part: int
 
 
+# -- about policies ------------------------------------------------------------------------------
+
+
+class Remembered(NamedTuple):
+    """A part of what policies know, to be kept for the next life; None: that was all."""
+
+    part: dict[str, Any] | None
+
+
+class PolicyFailed(NamedTuple):
+    """The eviction policy of a tier raised; it has no say until the next start."""
+
+    tier: str
+    error: str  # one line: where and what
+    fault: Exception
+
+
 Action = (
     Reply
     | Fail
@@ -285,4 +302,6 @@ Action = (
     | TierScrub
     | TierDelete
     | ScrubCursor
+    | Remembered
+    | PolicyFailed
 )

@@ -7,7 +7,8 @@ that can't be carried out is answered with a typed error and has no effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from kvd.core.fetches import Fetches
 from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.leases import Lease, Leases
 from kvd.core.listing import Listing
+from kvd.core.lower import Lower
+from kvd.core.recollection import Part, Recollection, parts
 from kvd.core.recovery import Found, Recovery
 from kvd.core.reserves import Request, Reserves
 from kvd.core.reuses import Reuses
@@ -34,6 +37,7 @@ from kvd.core.sealing import Seals
 from kvd.core.sessions import Session
 from kvd.core.stats import stat
 from kvd.core.store import TOUCH_SLICE, Store
+from kvd.core.takeover import take_over
 from kvd.core.transfers import Transfer, Transfers, Waiter
 from kvd.core.writes import Write, Writes
 from kvd.errors import (
@@ -92,6 +96,11 @@ class Core:
         self._adoption = Adoption(self._store, self._writes, self._jobs)
         self._recovery = Recovery(self._store, self._jobs, self._adoption)
         self._reuses = Reuses(config)
+        self._store.policy.begin_load = lambda: self._take_over(None)
+        for lower in self._store.ladder.lowers:
+            lower.policy.begin_load = partial(self._take_over, lower)
+        self._make_policy = policy
+        self._remembering = False
         self._begun: int | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.OpenSession: self._open_session,
@@ -122,6 +131,7 @@ class Core:
             ev.TierCommand: self._tier_command,
             ev.Tick: self._tick,
             ev.Drain: self._drain,
+            ev.Remember: self._remember,
         }
 
     # -- the way in -----------------------------------------------------------------------------
@@ -161,6 +171,23 @@ class Core:
         slots; False if there is none. Not asked: there always is."""
         self._store.slabs.room = room
 
+    def recall(self, known: Mapping[str, Recollection], now: int) -> list[str]:
+        """Take up what policies knew in an earlier life, by tier; of which tiers. Pre: before
+        `adopt` and `recover`."""
+        self._begin(now)
+        advices = [self._store.policy, *(low.policy for low in self._store.ladder.lowers)]
+        return [
+            advice.tier
+            for advice in advices
+            if advice.tier in known and advice.recall(self._make_policy, known[advice.tier], now)
+        ]
+
+    def remember(self) -> Iterator[Part]:
+        """All that policies know, for a daemon that ends. While it serves: Remember."""
+        while self._store.touches:
+            self._store.apply_touches(TOUCH_SLICE)
+        return filter(None, parts(self._store))
+
     def adopt(
         self,
         slot_sizes: Sequence[int],
@@ -180,6 +207,7 @@ class Core:
         self._adoption.run(
             slot_sizes, records, numbers, namespaces, specs, locked, lease_horizon, suspects
         )
+        store.policy.recollection = None
         self._leases.adopt(lease_horizon)
         self._seals.pump()
         return store.out
@@ -201,6 +229,8 @@ class Core:
 
     def recovered(self) -> None:
         """All tiers that can tell at once what lies there have told."""
+        for lower in self._store.ladder.lowers:
+            lower.policy.recollection = None
         self._store.spaces.forget_unused()
 
     @property
@@ -311,6 +341,24 @@ class Core:
             if lower.writable:
                 self._demotions.drain(lower)
                 break
+
+    def _remember(self, event: ev.Remember) -> None:
+        def job() -> Work[None]:
+            for part in parts(self._store):
+                if part:
+                    self._store.out.append(ac.Remembered(part))
+                yield Pause.SLICE
+            self._store.out.append(ac.Remembered(None))
+            self._remembering = False
+
+        if not self._remembering:
+            self._remembering = True
+            self._jobs.later(job())
+
+    def _take_over(self, lower: Lower | None) -> None:
+        """A policy has failed."""
+        advice = self._store.policy if lower is None else lower.policy
+        self._jobs.later(take_over(self._store, advice, lower))
 
     # -- tiers below ----------------------------------------------------------------------------
 

@@ -312,5 +312,10 @@ class Tick(NamedTuple):
     """Time has passed: expire what is due. Also the next slice of long work, see Core.busy."""
 
 
+class Remember(NamedTuple):
+    """Tell what policies know, in actions Remembered, a part at a time. Nothing if that is under
+    way already."""
+
+
 class Drain(NamedTuple):
     """Shutdown has begun: no more stores; loads go on."""

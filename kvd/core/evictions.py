@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum, auto
-from itertools import islice
 
 from kvd.core import columns as col
 from kvd.core.actions import AssignSlab
@@ -23,7 +22,7 @@ _SKIPS = 64  # candidates that are passed over at a time, and then put behind th
 _DESCENT = 8192  # steps down one hole's subtree at a time
 _FEW = 64
 _SWEEP = 256
-_SCAN = 1024  # rows looked at where a policy fails
+_SCAN = 1024  # rows looked at where a policy does not know all
 _WAITS = 8  # times that one slot waits for slabs to be emptied
 
 
@@ -38,7 +37,8 @@ class Search:
 
     def __init__(self) -> None:
         self.passed: dict[int, int] = {}
-        self.failing = False  # the policy raised: rows are scanned instead
+        self.failing = False  # the policy does not know all: rows are scanned instead
+        self.turn = 0  # of the policy, see Advice
 
 
 class Evictions:
@@ -140,8 +140,8 @@ class Evictions:
                 reason = "demoted"
             else:
                 self.lost(row)
-        why = "capacity" if reason in ("orphan", "lost") else reason
-        store.drop(row, why, evicted=reason not in ("quarantine", "lost"))
+        why = "capacity" if reason == "orphan" else reason
+        store.drop(row, why, evicted=reason != "quarantine")
 
     def _clean(self, row: int) -> bool:
         ladder = self._store.ladder
@@ -152,18 +152,15 @@ class Evictions:
         store = self._store
         if not store.ladder.readable:
             return False
-        try:
-            for queue in self._queues(size):
-                if not store.residents[queue]:
-                    continue
-                for n, row in enumerate(store.policy.victims(queue, store.now)):
-                    if n >= _SKIPS:
-                        break
-                    if store.chunks.below[row] and self.legal(row) and self.settled(row):
-                        store.drop(row, "demoted", evicted=True)
-                        return True
-        except Exception:  # noqa: BLE001 - counted; then others go
-            store.counters.own["policy_errors", ""] += 1
+        for queue in self._queues(size):
+            if not store.residents[queue]:
+                continue
+            for n, row in enumerate(store.policy.victims(queue, store.now)):
+                if n >= _SKIPS:
+                    break
+                if store.chunks.below[row] and self.legal(row) and self.settled(row):
+                    store.drop(row, "demoted", evicted=True)
+                    return True
         return False
 
     def _queues(self, size: int) -> list[int]:
@@ -177,6 +174,10 @@ class Evictions:
     def choose(self, size: int, search: Search) -> tuple[Found, int, str]:
         """The chunk with slots of this class that is worth least, and the reason to drop it."""
         store = self._store
+        if search.turn != store.policy.turn:  # it names others than it did
+            search.turn = store.policy.turn
+            search.failing = False
+            search.passed.clear()
         queues = self._queues(size)
         for queue in queues:
             for row in store.bad[queue]:
@@ -186,13 +187,9 @@ class Evictions:
             row = self._orphan(queue)
             if row != NONE:
                 return Found.DONE, row, "orphan"
-        for queue in queues:
-            for row in islice(reversed(store.lost[queue]), _SKIPS):
-                if self.legal(row):
-                    return Found.DONE, row, "lost"
         queue = self._coldest(queues, search)
         if queue < 0:
-            if not store.policy_failed or search.failing:
+            if not store.policy.partial or search.failing:
                 return Found.NOTHING, NONE, ""
             search.failing = True
             search.passed.clear()
@@ -210,13 +207,7 @@ class Evictions:
             count = store.chunks.used if search.failing else store.residents[queue]
             if not store.residents[queue] or search.passed.get(queue, 0) >= count:
                 continue
-            cold: float | None = None
-            if not search.failing:
-                try:
-                    cold = store.policy.coldness(queue, store.now)
-                except Exception:  # noqa: BLE001 - counted; any order is better than none
-                    store.counters.own["policy_errors", ""] += 1
-                    search.failing = True
+            cold = None if search.failing else store.policy.coldness(queue, store.now)
             if best < 0 or (cold is not None and cold < least):
                 best, least = queue, 0.0 if cold is None else cold
         return best
@@ -224,29 +215,23 @@ class Evictions:
     def _victim(self, queue: int, search: Search) -> int:
         """The first legal candidate of a queue, or NONE after a bounded number of others."""
         store = self._store
-        if not search.failing:
-            try:
-                skipped: list[int] = []
-                for row in store.policy.victims(queue, store.now):
-                    if self.legal(row):
-                        break
-                    skipped.append(row)
-                    if len(skipped) >= _SKIPS:
-                        row = NONE
-                        break
-                else:
-                    row = NONE
-                    search.passed[queue] = store.residents[queue]
-                if skipped:
-                    # What is in use now is not cold; without this it would be met every time.
-                    skipped.reverse()
-                    store.policy.touch(skipped, store.now)
-                search.passed[queue] = search.passed.get(queue, 0) + len(skipped)
-                return row
-            except Exception:  # noqa: BLE001 - counted; eviction goes on without advice
-                store.counters.own["policy_errors", ""] += 1
-                search.failing = True
-        return self._scan(queue, search)
+        if search.failing:
+            return self._scan(queue, search)
+        policy, skipped = store.policy, list[int]()
+        for row in policy.victims(queue, store.now):
+            if self.legal(row):
+                break
+            skipped.append(row)
+            if len(skipped) >= _SKIPS:
+                row = NONE
+                break
+        else:
+            row = NONE
+            search.passed[queue] = store.residents[queue]
+        if skipped:  # else what is in use now would be met every time
+            policy.defer(skipped, store.now)
+        search.passed[queue] = search.passed.get(queue, 0) + len(skipped)
+        return row
 
     def _scan(self, queue: int, search: Search) -> int:
         """A legal chunk of a queue by its row number, where the policy gives no advice."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvd.core import columns as col
+from kvd.core.advice import Advice
 from kvd.core.columns import column
 from kvd.core.config import TierConfig
 from kvd.eviction.base import Policy
@@ -32,7 +33,7 @@ class Lower:
         self.bit = 1 << number
         self.config = config
         self.name = config.name
-        self.policy = policy
+        self.policy = Advice(policy, config.name)
         self.np_at, self.at = column(rows, np.uint64)
         self.np_generation, self.generation = column(rows, np.uint64)
         self.np_state, self.state = column(rows, np.uint8)
@@ -85,6 +86,8 @@ class Ladder:
             Lower(n, config, policy, rows)
             for n, (config, policy) in enumerate(zip(store.config.tiers, policies, strict=True))
         ]
+        for lower in self.lowers:
+            lower.policy.failed = store.policy_failed
         self.jobs: dict[int, TierJob] = {}
         self.active: dict[int, int] = {}  # row -> jobs and moves under way
         self.readable = 0  # bits of the tiers that can be read now
@@ -156,15 +159,13 @@ class Ladder:
             queue = space.queues[0]
             lower.chunks += 1
             lower.residents[queue] = lower.residents.get(queue, 0) + 1
-            store.guard(
-                lambda: lower.policy.insert(
-                    row,
-                    parent=chunks.parent[row],
-                    queue=queue,
-                    size=space.chunk_slot_bytes,
-                    ghost=store.ghost(row),
-                    now=store.now,
-                )
+            lower.policy.insert(
+                row,
+                parent=chunks.parent[row],
+                queue=queue,
+                size=space.chunk_slot_bytes,
+                ghost=store.ghost(row),
+                now=store.now,
             )
         if count == space.shards:
             chunks.full[row] |= lower.bit
@@ -188,7 +189,7 @@ class Ladder:
         if not lower.count[row]:
             lower.chunks -= 1
             lower.residents[space.queues[0]] -= 1
-            store.guard(lambda: lower.policy.forget(row, evicted=True))
+            lower.policy.forget(row, evicted=True)
         store.recount(row)
 
     # -- jobs -----------------------------------------------------------------------------------

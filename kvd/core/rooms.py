@@ -22,6 +22,7 @@ from kvd.core.store import Store
 _BATCH = 32  # chunks deleted at a time, at most
 _PART = 50  # of a tier's chunks: a fiftieth is deleted at a time
 _SKIPS = 64
+_SCAN = 1024  # rows looked at where a policy does not know all
 _STRIDE = 1 << 16
 
 
@@ -60,10 +61,16 @@ class Rooms:
         if empty:
             yield from self._empty(lower, size, empty)
         passed: dict[int, int] = {}
+        turn = lower.policy.turn
         while not empty and count > 0:
             row = self._pick(lower, size, passed)
-            if row is None:
+            if lower.policy.turn != turn:  # it names others than it did
+                turn = lower.policy.turn
+                passed.clear()
+            elif row is None:
                 break
+            if row is None:
+                row = NONE
             if row != NONE:
                 self.drop(lower, row, "capacity", place)
                 count -= 1
@@ -101,32 +108,40 @@ class Rooms:
         """The chunk that goes next; NONE after some that may not; None if there is none."""
         store = self._store
         best, least = -1, 0.0
-        try:
-            for queue in store.spaces.class_queues.get(size, ()):
-                count = lower.residents.get(queue, 0)
-                if not count or passed.get(queue, 0) >= count:
-                    continue
-                cold = lower.policy.coldness(queue, store.now)
-                if cold is not None and (best < 0 or cold < least):
-                    best, least = queue, cold
-            if best < 0:
-                return None
-            skipped: list[int] = []
-            for row in lower.policy.victims(best, store.now):
-                if self.legal(lower, row):
-                    return row
-                skipped.append(row)
-                if len(skipped) >= _SKIPS:
-                    break
-            else:
-                passed[best] = lower.residents[best]
-            skipped.reverse()
-            lower.policy.touch(skipped, store.now)
-            passed[best] = passed.get(best, 0) + len(skipped)
-            return NONE
-        except Exception:  # noqa: BLE001 - counted; then nothing of this tier goes
-            store.counters.own["policy_errors", ""] += 1
-            return None
+        for queue in store.spaces.class_queues.get(size, ()):
+            count = lower.residents.get(queue, 0)
+            if not count or passed.get(queue, 0) >= count:
+                continue
+            cold = lower.policy.coldness(queue, store.now)
+            if cold is not None and (best < 0 or cold < least):
+                best, least = queue, cold
+        if best < 0:
+            return self._scan(lower, size, passed) if lower.policy.partial else None
+        skipped: list[int] = []
+        for row in lower.policy.victims(best, store.now):
+            if self.legal(lower, row):
+                lower.policy.defer(skipped, store.now)
+                return row
+            skipped.append(row)
+            if len(skipped) >= _SKIPS:
+                break
+        else:
+            passed[best] = lower.residents[best]
+        lower.policy.defer(skipped, store.now)
+        passed[best] = passed.get(best, 0) + len(skipped)
+        return NONE
+
+    def _scan(self, lower: Lower, size: int, passed: dict[int, int]) -> int | None:
+        """As `_pick`, where the policy does not know all: by row numbers."""
+        store = self._store
+        queues = store.spaces.class_queues.get(size, ())
+        begin = passed.get(NONE, 0)
+        end = passed[NONE] = min(begin + _SCAN, store.chunks.used)
+        for row in (np.flatnonzero(lower.np_count[begin:end]) + begin).tolist():
+            space = store.spaces.of(store.chunks.space[row])
+            if space.queues[0] in queues and self.legal(lower, row):
+                return int(row)
+        return NONE if end < store.chunks.used else None
 
     def drop(self, lower: Lower, row: int, why: str, place: tuple[int, int] | None = None) -> int:
         """Take a chunk out of a tier; the payload bytes that it had there. Pre: it is in nobody's

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvd.core.counters import as_dict
 from kvd.core.leases import Leases
+from kvd.core.lower import Lower
 from kvd.core.store import Store
 from kvd.core.writes import Phase, Writes
 
@@ -43,7 +44,7 @@ def stat(
         gauges = _own(leases, writes, namespace)
         counters = as_dict(store.counters.tenant(namespace))
         sessions = sum(s.namespace == namespace for s in store.sessions.by_number.values())
-    tier = {
+    tier: dict[str, Any] = {
         "name": "dram",
         "limit_bytes": store.config.size,
         "used_bytes": slabs.taken_bytes,
@@ -55,8 +56,10 @@ def stat(
         "writing_bytes": gauges["writing_bytes"],
         "held_bytes": store.held_bytes,
         "leased_chunks": gauges["leased_chunks"],
-        "state": "draining" if store.draining else "ok",
+        "state": "draining" if store.draining else "degraded" if store.policy.error else "ok",
     }
+    if namespace is None:
+        tier["eviction"] = store.policy.shown()
     below = [
         {
             "name": lower.name,
@@ -66,7 +69,8 @@ def stat(
             "reading": lower.reading,
             "writing": lower.writing,
             "overdue": lower.overdue,
-            "state": "ok" if lower.readable and lower.writable else "degraded",
+            "eviction": lower.policy.shown(),
+            "state": "ok" if _well(lower) else "degraded",
         }
         for lower in store.ladder.lowers
     ]
@@ -94,6 +98,10 @@ def stat(
         "counters": {**counters, **gauges},
         "tenants": tenants,
     }
+
+
+def _well(lower: Lower) -> bool:
+    return lower.readable and lower.writable and not lower.policy.error
 
 
 def _own(leases: Leases, writes: Writes, namespace: str) -> dict[str, int]:

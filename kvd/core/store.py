@@ -10,14 +10,15 @@ holes and the index.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvd.chunk import NO_PARENT, ChunkHeader, HeaderFlag, State
 from kvd.core import columns as col
-from kvd.core.actions import Action, PatchRecord, WriteRecord
+from kvd.core.actions import Action, PatchRecord, PolicyFailed, WriteRecord
+from kvd.core.advice import Advice
 from kvd.core.columns import NONE, Cells, Chunks
 from kvd.core.config import SECOND_NS, CoreConfig
 from kvd.core.counters import Counters
@@ -38,7 +39,8 @@ class Store:
 
     def __init__(self, config: CoreConfig, policy: Policy, below: Sequence[Policy] = ()) -> None:
         self.config = config
-        self.policy = policy
+        self.policy = Advice(policy, "dram")
+        self.policy.failed = self.policy_failed
         self.chunks = Chunks(config.rows)
         self.cells = Cells(config.rows)
         self.slabs = Slabs(config)
@@ -50,7 +52,6 @@ class Store:
         self.out: list[Action] = []
         self.now = 0
         self.units = 0  # work done in this slice, see jobs.py
-        self.policy_failed = False  # it may not know all that is resident
         self.draining = False  # takes no stores any more
         # Handles and generations go on from the epoch, so that none is ever given twice, in this
         # life or another.
@@ -58,7 +59,6 @@ class Store:
         self._generation = config.epoch
         self.holes: list[dict[int, None]] = []  # by queue
         self.bad: list[dict[int, None]] = []  # by queue: nothing left but quarantined shards
-        self.lost: list[dict[int, None]] = []  # by queue: the policy failed to take them
         self.residents: list[int] = []  # by queue: chunks in the policy
         self.husks: deque[int] = deque()  # rows that may be empty by now
         self.pinned: dict[int, int] = {}  # chunks that a request in progress relies on
@@ -265,7 +265,6 @@ class Store:
         while len(self.holes) < len(self.spaces.queue_classes):
             self.holes.append({})
             self.bad.append({})
-            self.lost.append({})
             self.residents.append(0)
 
     # -- shards ---------------------------------------------------------------------------------
@@ -278,35 +277,25 @@ class Store:
         self.holes[space.queues[0]].pop(row, None)
         self.bad[queue].pop(row, None)
         self.residents[queue] += 1
-        known = self.guard(
-            lambda: self.policy.insert(
-                row,
-                parent=chunks.parent[row],
-                queue=queue,
-                size=space.chunk_slot_bytes,
-                ghost=self.ghost(row),
-                now=self.now,
-            )
+        self.policy.insert(
+            row,
+            parent=chunks.parent[row],
+            queue=queue,
+            size=space.chunk_slot_bytes,
+            ghost=self.ghost(row),
+            now=self.now,
         )
-        if not known:
-            self.lost[queue][row] = None
 
     def leave(self, row: int, *, evicted: bool) -> None:
         """No shard is ready any more."""
         queue = self.queue(row)
         self.residents[queue] -= 1
-        self.lost[queue].pop(row, None)
-        self.guard(lambda: self.policy.forget(row, evicted=evicted))
+        self.policy.forget(row, evicted=evicted)
 
-    def guard(self, advise: Callable[[], object]) -> bool:
-        """A policy that raises costs order, never service. Whether it didn't."""
-        try:
-            advise()
-            return True
-        except Exception:  # noqa: BLE001 - counted; the store is right without its advice
-            self.counters.own["policy_errors", ""] += 1
-            self.policy_failed = True
-            return False
+    def policy_failed(self, told: PolicyFailed) -> None:
+        """A policy that raises costs order, never service."""
+        self.counters.own["policy_errors", ""] += 1
+        self.out.append(told)
 
     def free_slot(self, record: int, *, adopted: bool = False) -> None:
         """The slot's generation changes now, before anybody can get it."""
@@ -415,8 +404,14 @@ class Store:
         self.out.append(WriteRecord(cells.record[cell], header))
 
     def ghost(self, row: int) -> int:
-        """64 bits that stand for a key in a policy's memory of what it evicted."""
-        return int(self.chunks.np_key[row, 1])
+        """64 bits that stand for a chunk in a policy's memory of what it evicted."""
+        return int(self.chunks.np_key[row, 1]) ^ self.spaces.salts[self.chunks.space[row]]
+
+    def ghosts(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """The same of many."""
+        salts = np.array(self.spaces.salts, np.uint64)
+        ghosts: NDArray[np.uint64] = self.chunks.np_key[rows, 1] ^ salts[self.chunks.np_space[rows]]
+        return ghosts
 
     # -- recency --------------------------------------------------------------------------------
 
@@ -441,6 +436,6 @@ class Store:
         return budget
 
     def _used(self, chain: list[int], when: int) -> None:
-        self.guard(lambda: self.policy.touch(chain, when))
+        self.policy.touch(chain, when)
         for lower in self.ladder.lowers:
-            self.guard(lambda lower=lower: lower.policy.touch(chain, when))  # type: ignore[misc]
+            lower.policy.touch(chain, when)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvd.arena import ArenaOwner
     from kvd.core import Core
     from kvd.server.ladder import Ladder
+    from kvd.server.remembering import Keeper
 
 __all__ = ["Carrier"]
 
@@ -45,6 +46,7 @@ class Carrier:
         transfers: Transfers,
         counters: Counters,
         ladder: Ladder | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self.core = core
         self._ladder = ladder
@@ -63,7 +65,10 @@ class Carrier:
             ac.Seal: self._start_seal,
             ac.Verify: self._start_verify,
             ac.Copy: self._start_copy,
+            ac.PolicyFailed: self._policy_failed,
         }
+        if keeper is not None:
+            self._carry[ac.Remembered] = lambda action: keeper.add(action.part)
         if ladder is not None:
             for kind in (ac.TierWrite, ac.TierRead, ac.TierScrub, ac.TierDelete):
                 self._carry[kind] = ladder.add
@@ -145,6 +150,14 @@ class Carrier:
 
     def _lease_horizon(self, action: ac.LeaseHorizon) -> None:
         self._arena.lease_horizon = action.until
+
+    def _policy_failed(self, action: ac.PolicyFailed) -> None:
+        log.error(
+            "eviction policy of tier %s has failed; LRU takes over until the next start: %s",
+            action.tier,
+            action.error,
+            exc_info=action.fault,
+        )
 
     # -- work for the threads -------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import resource
 import signal
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import zmq
 
@@ -20,7 +21,7 @@ from kvd.arena import ArenaOwner
 from kvd.core import events as ev
 from kvd.errors import ConfigError
 from kvd.server.access import Access
-from kvd.server.adoption import check_arena_path, open_core
+from kvd.server.adoption import check_arena_path, open_core, policy_of
 from kvd.server.attach import AttachServer
 from kvd.server.carry import Carrier
 from kvd.server.config import Config
@@ -33,6 +34,7 @@ from kvd.server.ladder import WATCH_S, Ladder
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
 from kvd.server.notify import Notifier
+from kvd.server.remembering import Keeper
 from kvd.server.respond import Responder, new_router
 from kvd.server.sessions import Sessions
 from kvd.server.sizes import format_size
@@ -88,6 +90,7 @@ class Server:
         access = Access(config.namespaces, config.admin_uids, config.admin_gid)
         keys = _tcp_keys(config)
         plans = plan_tiers(config)
+        policy_of(config)
         self.endpoint = Endpoint(config.socket)
         self.endpoint.claim()
         undo.callback(self.endpoint.close)
@@ -122,7 +125,12 @@ class Server:
             self.counters,
             [plan.config for plan in plans],
         )
-        self.carrier = Carrier(opened.core, self.arena, self.transfers, self.counters, self.ladder)
+        self.keeper = Keeper(
+            Path(config.policy_file), config.instance, self.transfers.submit, self.counters
+        )
+        self.carrier = Carrier(
+            opened.core, self.arena, self.transfers, self.counters, self.ladder, self.keeper
+        )
         self.carrier.run(opened.actions)
         self.ladder.feed = self.carrier.feed
         self.ladder.recover(opened.core, self.carrier.run, self.transfers)
@@ -230,6 +238,10 @@ class Server:
         self.loop.every(1.0, self.transfers.watch)
         if self.ladder.tiers:
             self.loop.every(WATCH_S, self.ladder.watch)
+        if self.config.eviction_keep_s:
+            self.loop.every(
+                self.config.eviction_keep_s, lambda now: self.carrier.feed(ev.Remember())
+            )
         if self._notifier.watchdog_s is not None:
             self.loop.every(self._notifier.watchdog_s, lambda now: self._notifier.alive())
 
@@ -314,9 +326,16 @@ class Server:
         sessions = len(self.sessions)
         for session in self.sessions.all():
             self.desk.end(session, "shutdown")
+        self._keep_policies()
         self.arena.set_clean()
         self._undo.close()
         log.info("stopped; %d sessions were open", sessions)
+
+    def _keep_policies(self) -> None:
+        try:
+            self.keeper.write(self.carrier.core.remember())
+        except Exception:  # a policy's fault must not leave sockets behind
+            log.exception("what the policies know is not kept")
 
 
 def _max_frame(limits: Limits) -> int:

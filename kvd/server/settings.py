@@ -323,6 +323,11 @@ SETTINGS: tuple[Setting, ...] = (
             "most of the arena that unfinished writes of one session may hold"),
     Setting("limits", "lease_share", "lease_share", 0.5, number(0.001, 1, "of the arena"), "SHARE",
             "most of the arena that leases of one session may hold"),
+    Setting("eviction", "policy", "eviction_policy", "default", text, "NAME",
+            "which chunks go first when a tier is full: default, a policy of docs/eviction.md, or "
+            "package.module.Class; options follow a colon: crf:half_life_s=300"),
+    Setting("eviction", "keep_s", "eviction_keep_s", 300, number(0, DAY, "seconds"), "SECONDS",
+            "how often what the policies know is kept for a restart; 0: only when it is stopped"),
     Setting("tiers", "watermarks", "watermarks", [0.97, 0.95], fractions(2), "HIGH,LOW",
             "with a tier below: above HIGH of its slots DRAM is demoted, down to LOW"),
     Setting("tiers", "transient_share", "transient_share", 0.1, number(0, 0.5, "of the arena"),

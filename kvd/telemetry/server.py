@@ -17,6 +17,9 @@ _ALL = (
     Metric("replies", _C, "replies", "Replies made, each once; a retry's copy is in replayed."),
     Metric("replayed", _C, "requests", "Retries of requests that had been taken on before."),
     Metric(
+        "policy_writes_failed", _C, "files", "What policies know could not be kept for a restart."
+    ),
+    Metric(
         "requests_expired", _C, "requests", "Requests past their deadline when read; no effect."
     ),
     Metric(

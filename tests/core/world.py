@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ from kvd.core import Core, CoreConfig
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.events import LookupFlag
+from kvd.core.recollection import Recollection
 from kvd.errors import ErrorCode
 from kvd.eviction import make_policy
 
@@ -172,6 +173,7 @@ class World:
         self._request = 0
         self._sessions = 0
         self.locks: set[bytes] = set()
+        self.recalled: list[str] = []
         self._start()
         self._tiers(recover=False)
 
@@ -184,12 +186,17 @@ class World:
         self.core = Core(config, lambda: make_policy(self.policy))
         self.core.grow(config.size)
 
-    def restart(self, torn: Sequence[int] = ()) -> list[ac.Action]:
-        """SIGKILL and a new life. `torn`: records that don't hold any more."""
+    def restart(
+        self, torn: Sequence[int] = (), known: Mapping[str, Recollection] | None = None
+    ) -> list[ac.Action]:
+        """SIGKILL and a new life. `torn`: records that don't hold any more; `known`: what policies
+        of the earlier life knew."""
         namespaces, specs = self.core.namespaces, self.core.specs
         self.jobs.clear()
         self.in_hand.clear()
         self._start()
+        if known is not None:
+            self.recalled = self.core.recall(known, self.now)
         for record in torn:
             del self.memory[record]
         kept = sorted(self.memory)

@@ -239,6 +239,7 @@ def _facts(output: Output, book: Book) -> Table:
         ("loads", _loads(book)),
         ("stores", _stores(book)),
         ("evictions", _evictions(book)),
+        ("policy", _policy(book)),
         ("ladder", _ladder(book)),
         ("leases", _leases(book)),
         ("writes", _writes(book)),
@@ -300,6 +301,25 @@ def _evictions(book: Book) -> Text:
         f"{book.count('chunks_evicted')} chunks, {book.size('bytes_evicted')}",
         book.reasons("chunks_evicted"),
     )
+
+
+def _policy(book: Book) -> Text | None:
+    """Who decides which chunks go, and whether that is who should."""
+    shown = [
+        (t.get("name", "?"), t["eviction"]) for t in book.stat.get("tiers", []) if "eviction" in t
+    ]
+    if not shown:
+        return None
+    text = Text(clean(shown[0][1].get("policy", "?")))
+    for tier, policy in shown:
+        if policy.get("error"):
+            instead = {"none": "rows go as they come"}.get(policy.get("turn"), "LRU decides")
+            text.append(
+                f"; failed in {clean(tier)}, {instead} until the next start: "
+                f"{clean(policy['error'])}",
+                style="red",
+            )
+    return text
 
 
 def _leases(book: Book) -> Text:
@@ -398,6 +418,7 @@ def _errors(book: Book) -> Text:
                 ("specs not kept for a restart", "registry_failures"),
                 ("same hash, other identity", "key_mismatches"),
                 ("policy", "policy_errors"),
+                ("policies not kept for a restart", "policy_writes_failed"),
                 ("faults of the daemon", "faults"),
             )
         )
