@@ -83,7 +83,7 @@ class Policy(ABC):
         them. No use is counted. Without a better way, they count as used."""
         self.touch(chunks[::-1], now)
 
-    def cool(self, chunks: Sequence[int], now: int) -> None:
+    def cool(self, chunks: Sequence[int], now: int) -> None:  # noqa: B027 - nothing is allowed
         """These chunks, in order from leaf to root, are said not to be used again: a hint. Post:
         those that have nothing below them are named before all others of their queue, until they
         are used or something is stored below them. Nothing else is changed, for hints can be wrong.
@@ -92,8 +92,8 @@ class Policy(ABC):
     @abstractmethod
     def coldness(self, queue: int, now: int) -> float | None:
         """A number that can be compared between queues: the smaller, the less the first victim
-        of this queue is worth keeping. 0 where that was cooled; infinite when nothing is left but what was deferred. None
-        when the queue is empty."""
+        of this queue is worth keeping. 0 where that was cooled; infinite when nothing is left but
+        what was deferred. None when the queue is empty."""
 
     @abstractmethod
     def forget(self, chunk: int, *, evicted: bool) -> None:

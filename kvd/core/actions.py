@@ -113,6 +113,16 @@ class TierResult(NamedTuple):
     chunks: int
 
 
+class HintResult(NamedTuple):
+    """Chunks: the hint was taken, they are not here, a cap on what is pinned and spared is reached.
+    `within_ns`: how long it holds."""
+
+    taken: int
+    absent: int
+    over: int
+    within_ns: int
+
+
 class DoneResult(NamedTuple):
     """Cancel and other requests that have nothing to say."""
 
@@ -129,6 +139,7 @@ Result = (
     | ListResult
     | StatResult
     | TierResult
+    | HintResult
     | DoneResult
 )
 

@@ -253,7 +253,9 @@ class Adoption:
         cells.np_generation[cell] = records["generation"][mine]
         cells.np_state[cell] = col.READY
         cells.np_marks[first : first + count * space.shards] = col.ADOPTED
-        cells.np_marks[cell] |= np.where(sealed, col.SEALED | col.UNVERIFIED, 0).astype(np.uint8)
+        cells.np_marks[cell] |= np.where(
+            sealed, col.EARLIER | col.SEALED | col.UNVERIFIED, col.EARLIER
+        ).astype(np.uint8)
         cells.np_digest[cell] = raw(records["digest"][mine])
         np.add.at(chunks.np_ready, row, 1)
         store.unsealed.extend(cell[~sealed].tolist())

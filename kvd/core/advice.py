@@ -108,6 +108,13 @@ class Advice:
         except Exception as error:  # noqa: BLE001
             self.fail("defer", error)
 
+    def cool(self, chunks: Sequence[int], now: int) -> None:
+        try:
+            if self.policy is not None:
+                self.policy.cool(chunks, now)
+        except Exception as error:  # noqa: BLE001
+            self.fail("cool", error)
+
     def forget(self, chunk: int, *, evicted: bool) -> None:
         try:
             if self.policy is not None:

@@ -23,6 +23,7 @@ from kvd.core.config import CoreConfig
 from kvd.core.demotions import Demotions
 from kvd.core.evictions import Evictions
 from kvd.core.fetches import Fetches
+from kvd.core.hints import Hints
 from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.leases import Lease, Leases
 from kvd.core.listing import Listing
@@ -93,6 +94,7 @@ class Core:
         self._leases.kept = self._fetches.keep
         self._leases.second = self._demotions.hit
         self._listing = Listing(self._store, self._writes, self._rooms)
+        self._hints = Hints(self._store)
         self._adoption = Adoption(self._store, self._writes, self._jobs)
         self._recovery = Recovery(self._store, self._jobs, self._adoption)
         self._reuses = Reuses(config)
@@ -119,6 +121,7 @@ class Core:
             ev.Evict: self._evict,
             ev.List: self._list,
             ev.Stat: self._stat,
+            ev.Hint: self._hint,
             ev.Sealed: lambda e: self._seals.sealed(e.record, e.generation, e.digest),
             ev.Verified: lambda e: self._transfers.verified(e.record, e.generation, e.ok),
             ev.Copied: lambda e: self._evictions.reclass.copied(e.copy, e.ok),
@@ -181,6 +184,11 @@ class Core:
             for advice in advices
             if advice.tier in known and advice.recall(self._make_policy, known[advice.tier], now)
         ]
+
+    def chunk_tokens(self, spec: bytes) -> int:
+        """Tokens of a full chunk, 0 if the spec is unknown."""
+        known = self._store.spaces.specs.get(spec)
+        return 0 if known is None else known.chunk_tokens
 
     def remember(self) -> Iterator[Part]:
         """All that policies know, for a daemon that ends. While it serves: Remember."""
@@ -667,6 +675,14 @@ class Core:
         session = self._checks.session(event.session)
         own = None if session.admin else session.namespace
         self._reply(event, ac.StatResult({**self.stat(own), "namespace": session.namespace}))
+
+    def _hint(self, event: ev.Hint) -> None:
+        session = self._checks.session(event.session)
+        space = self._checks.space(session, event.spec, event.kind)
+        self._checks.keys(event.hashes)
+        if event.within_ns < 0:
+            raise BadKey("within_ns is below 0")
+        self._reply(event, self._hints.take(session, space, event))
 
     # -- specs ----------------------------------------------------------------------------------
 

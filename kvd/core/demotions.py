@@ -47,7 +47,7 @@ class Move:
         self.left = 0  # shards that are not written yet
         self.failed: TierAnswer | None = None
         self.attempts = 0
-        self.sizes: list[int] = []  # of the slots that it will free
+        self.sizes: list[int] = []  # of the slots that it holds
 
 
 class Demotions:
@@ -68,12 +68,14 @@ class Demotions:
         self._urge = urge
         rooms.retry = self._retry
         evictions.coming = self._is_coming
+        evictions.moving = lambda size: self._held.get(size, 0) > 0
         evictions.settled = self._settled
         evictions.lost = self._lost
         self.by_row: dict[int, Move] = {}
         self._sealing: dict[int, Move] = {}  # cell -> who waits for its digest
         self._outbox: list[deque[tuple[Move, int]]] = [deque() for _ in store.ladder.lowers]
         self._coming: dict[int, int] = {}  # size -> slots that moves under way will free
+        self._held: dict[int, int] = {}  # size -> slots that can't be freed before a move is done
         self._running: set[int] = set()  # sizes whose victims are being chosen
         self._not_before: dict[int, int] = {}  # size -> when to try again
         self._through: deque[tuple[int, bytes, Lower]] = deque()
@@ -244,10 +246,10 @@ class Demotions:
         move = self.by_row[row] = Move(row, chunks.key_of(row), lower, why)
         store.ladder.hold(row)
         move.left = len(missing)
-        if why == "demote":
-            move.sizes = self._slots(row)
-            for size in move.sizes:
-                self._coming[size] = self._coming.get(size, 0) + 1
+        move.sizes = self._slots(row)
+        held = self._coming if why == "demote" else self._held
+        for size in move.sizes:
+            held[size] = held.get(size, 0) + 1
         for cell in missing:
             if cells.marks[cell] & col.SEALED:
                 self._outbox[lower.number].append((move, cell))
@@ -269,6 +271,7 @@ class Demotions:
                     self._outbox[move.lower.number].append((move, cell))
                 else:
                     self._lost_shard(move, TierAnswer.FAILED)
+                    continue  # the chunk may have gone with it
             row = cells.chunk[cell]
             for lower in store.ladder.lowers:
                 if lower.config.policy is WritePolicy.THROUGH and not self._unsealed(row):
@@ -359,8 +362,9 @@ class Demotions:
             return
         store, row = self._store, move.row
         del self.by_row[row]
+        held = self._coming if move.why == "demote" else self._held
         for size in move.sizes:
-            self._coming[size] -= 1
+            held[size] -= 1
         self._count(row, "written" if move.failed is None else move.failed.value)
         goes = move.why == "demote"
         store.ladder.release(row)

@@ -12,7 +12,7 @@ are chunk-major: index = key * len(shards) + position in `shards`.
 
 from __future__ import annotations
 
-from enum import IntFlag, StrEnum
+from enum import IntEnum, IntFlag, StrEnum
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -303,6 +303,26 @@ class TierRecovered(NamedTuple):
     records: NDArray[Any]
     at: NDArray[Any]
     generation: NDArray[Any]
+
+
+class HintKind(IntEnum):
+    SESSION_END = 1  # these keys' session is over: what it shares with none goes first
+    EXPECT_REUSE = 2  # asked for again in about that time: spared until then
+    PIN = 3  # no victim for that long; no time: a pin ends
+    PRIORITY = 4  # level 0: goes first; 1: like others; 2: spared for that long
+
+
+class Hint(NamedTuple):
+    """Something said of the future of keys, in the order of their chain."""
+
+    session: int
+    request: object
+    spec: bytes
+    kind: int
+    hashes: bytes
+    hint: int  # HintKind
+    level: int
+    within_ns: int
 
 
 # -- time ---------------------------------------------------------------------------------------

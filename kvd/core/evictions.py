@@ -38,6 +38,8 @@ class Search:
     def __init__(self) -> None:
         self.passed: dict[int, int] = {}
         self.failing = False  # the policy does not know all: rows are scanned instead
+        self.sparing = True  # what hints spare goes only when nothing else can
+        self.spared = False  # something was
         self.turn = 0  # of the policy, see Advice
 
 
@@ -52,6 +54,7 @@ class Evictions:
         self._under: dict[int, tuple[int, bytes, int, bytes]] = {}
         # with tiers below: whether demotions will free slots of a class, and when to stop waiting
         self.coming: Callable[[int], bool] = lambda size: False
+        self.moving: Callable[[int], bool] = lambda size: False  # some are in a tier's hands
         self.settled: Callable[[int], bool] = self._clean  # it is where it would be demoted to
         self.lost: Callable[[int], None] = lambda row: None  # a chunk goes and is nowhere below
 
@@ -75,9 +78,7 @@ class Evictions:
             if store.layered and self._drop_clean(size):
                 continue
             if self.coming(size) and (not until or store.now < until):
-                if not until:
-                    until = store.now + store.config.room_wait_ns
-                    store.timers.add(until, "room", store.handle())
+                until = until or self._wait()
                 yield Pause.DEMOTION
                 search = Search()
                 continue
@@ -93,7 +94,18 @@ class Evictions:
                 yield Pause.ROOM
                 search = Search()
             elif waits >= _WAITS or not self.reclass.start(size, must=True):
-                return -1
+                if not self.moving(size) or (until and store.now >= until):
+                    return -1
+                until = until or self._wait()
+                yield Pause.DEMOTION
+                search = Search()
+
+    def _wait(self) -> int:
+        """How long a slot is waited for that may come: ns. The waiting is woken then."""
+        store = self._store
+        until = store.now + store.config.room_wait_ns
+        store.timers.add(until, "room", store.handle())
+        return until
 
     def _take_slab(self, size: int) -> bool:
         """Give the class a slab with nothing in it, if there is one that can be."""
@@ -122,6 +134,8 @@ class Evictions:
         if not store.resident(row) or chunks.leases[row] or chunks.writing[row]:
             return False
         if not store.leaf(row) or row in store.pinned:
+            return False
+        if store.keeping.by_row and store.keeping.pinned(row, store.now):
             return False
         return not (store.hold and store.cells.marks[chunks.cell[row]] & col.ADOPTED)
 
@@ -188,6 +202,10 @@ class Evictions:
             if row != NONE:
                 return Found.DONE, row, "orphan"
         queue = self._coldest(queues, search)
+        if queue < 0 and search.spared:
+            search.sparing = search.spared = False
+            search.passed.clear()
+            return Found.AGAIN, NONE, ""
         if queue < 0:
             if not store.policy.partial or search.failing:
                 return Found.NOTHING, NONE, ""
@@ -220,7 +238,9 @@ class Evictions:
         policy, skipped = store.policy, list[int]()
         for row in policy.victims(queue, store.now):
             if self.legal(row):
-                break
+                if not search.sparing or not store.keeping.spared(row, store.now):
+                    break
+                search.spared = True
             skipped.append(row)
             if len(skipped) >= _SKIPS:
                 row = NONE

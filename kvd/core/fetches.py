@@ -122,7 +122,10 @@ class Fetches:
             row = store.fleeting.popleft()
             held = store.chunks.leases[row] or row in store.pinned or store.chunks.writing[row]
             if row in store.transients and not held:
-                store.drop(row, "transient", evicted=False)
+                if store.ladder.backed(row):
+                    store.drop(row, "transient", evicted=False)
+                else:  # what it was read from has been lost since: this is the last copy
+                    self.keep(row)
 
     # -- a slot ---------------------------------------------------------------------------------
 

@@ -126,6 +126,17 @@ class Ladder:
             for cell in range(first, first + shards)
         )
 
+    def backed(self, row: int) -> bool:
+        """Whether every shard that DRAM has lies in some tier, too."""
+        store = self._store
+        first = store.chunks.cell[row]
+        shards = store.spaces.of(store.chunks.space[row]).shards
+        return all(
+            store.cells.state[cell] != col.READY
+            or any(lower.state[cell] == READY for lower in self.lowers)
+            for cell in range(first, first + shards)
+        )
+
     def elsewhere(self, lower: Lower, row: int) -> bool:
         """Whether all shards that the tier has are also in DRAM or another tier."""
         store = self._store

@@ -174,7 +174,7 @@ class Reclass:
         chunks = store.chunks
         if chunks.np_leases[rows].any() or chunks.np_writing[rows].any():
             return None
-        if store.hold and (store.cells.np_marks[held] & col.ADOPTED).any():
+        if store.hold and (store.cells.np_marks[held] & col.EARLIER).any():
             return None
         sample = rows[:: max(1, len(rows) // _SAMPLE)]
         if not len(sample):
@@ -222,7 +222,7 @@ class Reclass:
             row = cells.chunk[cell]
             if chunks.leases[row] or chunks.writing[row] or row in store.pinned:
                 return False
-            if store.hold and cells.marks[cell] & col.ADOPTED:
+            if store.hold and cells.marks[cell] & col.EARLIER:
                 return False
             if cells.state[cell] == col.BAD:
                 store.drop(row, "quarantine", evicted=False)

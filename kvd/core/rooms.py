@@ -102,6 +102,8 @@ class Rooms:
         store, chunks = self._store, self._store.chunks
         if chunks.leases[row] or chunks.writing[row] or row in store.pinned:
             return False
+        if store.keeping.by_row and store.keeping.pinned(row, store.now):
+            return False
         return bool(chunks.child[row] == NONE) or store.ladder.elsewhere(lower, row)
 
     def _pick(self, lower: Lower, size: int, passed: dict[int, int]) -> int | None:

@@ -25,6 +25,7 @@ def stat(
     """All sections; of one tenant, or of all (namespace None). A tenant's has its own counters and
     gauges, and of the tiers how full they are, for that is what it is refused by."""
     slabs = store.slabs
+    store.keeping.expire(store.now)
     spaces = [s for s in store.spaces.all() if namespace in (None, s.namespace)]
     if namespace is None:
         gauges = {
@@ -36,12 +37,14 @@ def stat(
             "held_bytes": store.held_bytes,
             "pending_touches": len(store.touches),
             "transient_bytes": store.transient_bytes,
+            "kept_bytes": store.keeping.nbytes,
             **moving,
         }
         counters = store.counters.total()
         sessions = len(store.sessions)
     else:
         gauges = _own(leases, writes, namespace)
+        gauges["kept_bytes"] = store.keeping.of(namespace)
         counters = as_dict(store.counters.tenant(namespace))
         sessions = sum(s.namespace == namespace for s in store.sessions.by_number.values())
     tier: dict[str, Any] = {

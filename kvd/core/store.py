@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from kvd.core.advice import Advice
 from kvd.core.columns import NONE, Cells, Chunks
 from kvd.core.config import SECOND_NS, CoreConfig
 from kvd.core.counters import Counters
+from kvd.core.hints import Keeping
 from kvd.core.index import Index
 from kvd.core.lower import Ladder
 from kvd.core.sessions import Sessions
@@ -32,6 +34,15 @@ from kvd.eviction.base import Policy
 
 _NO_ID = bytes(16)
 TOUCH_SLICE = 512  # chunks whose recency is applied at once
+
+
+class Touch(NamedTuple):
+    """Uses, or what is said to be over, that policies are not told of yet."""
+
+    rows: NDArray[np.int64]
+    words: NDArray[np.uint64]  # of each one's key: the row may be another's by then
+    when: int
+    over: bool
 
 
 class Store:
@@ -52,6 +63,7 @@ class Store:
         self.out: list[Action] = []
         self.now = 0
         self.units = 0  # work done in this slice, see jobs.py
+        self.keeping = Keeping(config)  # what hints have pinned or spared
         self.draining = False  # takes no stores any more
         # Handles and generations go on from the epoch, so that none is ever given twice, in this
         # life or another.
@@ -62,8 +74,7 @@ class Store:
         self.residents: list[int] = []  # by queue: chunks in the policy
         self.husks: deque[int] = deque()  # rows that may be empty by now
         self.pinned: dict[int, int] = {}  # chunks that a request in progress relies on
-        # uses whose recency is not applied yet: (chunks, a word of each one's key, when)
-        self.touches: deque[tuple[NDArray[np.int64], NDArray[np.uint64], int]] = deque()
+        self.touches: deque[Touch] = deque()  # what policies are not told yet
         self.unsealed: deque[int] = deque()  # cells
         self.leased_chunks = 0
         self.writing_bytes = 0
@@ -237,6 +248,7 @@ class Store:
         self.index.remove(row)
         if self.layered:
             chunks.warm[row] = 0
+        self.keeping.drop(row)
         chunks.give(row)
 
     def sweep(self, budget: int) -> int:
@@ -297,10 +309,10 @@ class Store:
         self.counters.own["policy_errors", ""] += 1
         self.out.append(told)
 
-    def free_slot(self, record: int, *, adopted: bool = False) -> None:
+    def free_slot(self, record: int, *, earlier: bool = False) -> None:
         """The slot's generation changes now, before anybody can get it."""
         self.out.append(PatchRecord(record, state=State.FREE, generation=self.generation()))
-        if adopted and self.hold:
+        if earlier and self.hold:
             self.slabs.set_cell(record, DETACHED)
             self.held.append(record)
             self.held_bytes += self.slabs.size_of(record)
@@ -351,7 +363,7 @@ class Store:
     def clear_cell(self, cell: int) -> None:
         """Free the slot of a ready or quarantined cell. Counts are the caller's."""
         cells = self.cells
-        self.free_slot(cells.record[cell], adopted=bool(cells.marks[cell] & col.ADOPTED))
+        self.free_slot(cells.record[cell], earlier=bool(cells.marks[cell] & col.EARLIER))
         cells.state[cell] = col.ABSENT
         # ADOPTED stays: it names the chunk's queue until its last cell is given back
         cells.marks[cell] &= col.ADOPTED
@@ -415,19 +427,26 @@ class Store:
 
     # -- recency --------------------------------------------------------------------------------
 
-    def touch(self, rows: NDArray[np.int64]) -> None:
-        """These chunks and all their ancestors were used now; applied after the reply."""
-        self.touches.append((rows, self.chunks.np_key[rows, 0], self.now))
+    def touch(self, rows: NDArray[np.int64], *, over: bool = False) -> None:
+        """These chunks and all their ancestors were used now; applied after the reply. `over`:
+        these alone, from leaf to root, are said not to be used again."""
+        self.touches.append(Touch(rows, self.chunks.np_key[rows, 0], self.now, over))
 
     def apply_touches(self, budget: int) -> int:
         """Apply what was deferred, oldest first; what is left of the budget."""
         chunks = self.chunks
         while self.touches and budget > 0:
-            rows, words, when = self.touches.popleft()
+            rows, words, when, over = self.touches.popleft()
             here = (chunks.np_key[rows, 0] == words) & (chunks.np_space[rows] != 0)
+            if over:
+                some = rows[here].tolist()
+                budget -= len(some) + 1
+                for advice in (self.policy, *(lower.policy for lower in self.ladder.lowers)):
+                    advice.cool(some, when)
+                continue
             for n, row in enumerate(rows.tolist()):
                 if budget <= 0:
-                    self.touches.appendleft((rows[n:], words[n:], when))
+                    self.touches.appendleft(Touch(rows[n:], words[n:], when, over))
                     break
                 chain = list(self.ancestors(row)) if here[n] else []
                 chain.reverse()

@@ -65,6 +65,9 @@ class Config:
     write_max_s: float
     write_share: float
     lease_share: float
+    pin_share: float
+    pin_total_share: float
+    pin_max_s: float
     eviction_policy: str
     eviction_keep_s: float
     watermarks: tuple[float, float]
@@ -107,6 +110,8 @@ class Config:
     s3_prefix: str
     s3_ttl_s: float
     s3_workers: int
+    trace_record: str | None
+    trace_limit: int
     namespaces: tuple[NamespaceRule, ...]
     admin_uids: tuple[int, ...]
     admin_group: str

@@ -34,6 +34,7 @@ from kvd.server.ladder import WATCH_S, Ladder
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
 from kvd.server.notify import Notifier
+from kvd.server.recording import Recorder
 from kvd.server.remembering import Keeper
 from kvd.server.respond import Responder, new_router
 from kvd.server.sessions import Sessions
@@ -162,6 +163,7 @@ class Server:
             transfers=self.transfers,
         )
         inline = Inline(self.desk, self.arena, responder, limits)
+        recorder = self._record()
         self.dispatcher = Dispatcher(
             self.desk,
             self.sessions,
@@ -170,6 +172,7 @@ class Server:
             self.counters,
             limits,
             self.arena.epoch,
+            recorder,
         )
         self._listen(limits)
         self._timers()
@@ -183,6 +186,25 @@ class Server:
 
     def tcp_namespaces(self, keys: TcpKeys | None) -> list[str]:
         return list(dict.fromkeys(keys.clients.values())) if keys is not None else []
+
+    def _record(self) -> Recorder | None:
+        """What records requests, if that is wanted. ConfigError if it can't."""
+        config = self.config
+        if config.trace_record is None:
+            return None
+        try:
+            recorder = Recorder(
+                Path(config.trace_record),
+                config.trace_limit,
+                self.carrier.core.chunk_tokens,
+                lambda what: self.counters.reason("requests_recorded", what),
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"trace.record: {config.trace_record} can't be written: {error.strerror}"
+            ) from None
+        self._undo.callback(recorder.close)
+        return recorder
 
     def _open_tcp(self, keys: TcpKeys | None) -> TcpEndpoint | None:
         if keys is None or self.config.tcp_endpoint is None:

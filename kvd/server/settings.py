@@ -323,6 +323,12 @@ SETTINGS: tuple[Setting, ...] = (
             "most of the arena that unfinished writes of one session may hold"),
     Setting("limits", "lease_share", "lease_share", 0.5, number(0.001, 1, "of the arena"), "SHARE",
             "most of the arena that leases of one session may hold"),
+    Setting("limits", "pin_share", "pin_share", 0.1, number(0, 1, "of the arena"), "SHARE",
+            "most of the arena that hints of one tenant may pin or spare"),
+    Setting("limits", "pin_total_share", "pin_total_share", 0.5, number(0, 1, "of the arena"),
+            "SHARE", "most of the arena that hints of all tenants may pin or spare"),
+    Setting("limits", "pin_max_s", "pin_max_s", 3600, number(0, DAY, "seconds"), "SECONDS",
+            "how long a hint holds at most"),
     Setting("eviction", "policy", "eviction_policy", "default", text, "NAME",
             "which chunks go first when a tier is full: default, a policy of docs/eviction.md, or "
             "package.module.Class; options follow a colon: crf:half_life_s=300"),
@@ -378,6 +384,11 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("tiers.s3", "ttl_s", "s3_ttl_s", 0, number(0, 3660 * DAY, "seconds"), "SECONDS",
             "objects are deleted after this; 0: only when the limit is reached"),
     Setting("tiers.s3", "workers", "s3_workers", 16, count(1, 256), "N", "requests at a time"),
+    Setting("trace", "record", "trace_record", "", maybe_path, "PATH",
+            "record requests here for kvd-cli simulate: times, lengths and keyed hashes of blocks, "
+            "no tokens; empty: off"),
+    Setting("trace", "limit", "trace_limit", "256MiB", size(2**16, 2**40), "SIZE",
+            "bytes of the record, PATH and PATH.1 together"),
     Setting("namespaces", "", "namespaces", [], namespaces, "RULES",
             "who belongs to which namespace: name=NAME,uids=1001+1002,gids=100,token_file=PATH;… "
             "(the daemon's own uid and root: `default`)"),

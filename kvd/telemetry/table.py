@@ -214,6 +214,23 @@ _ALL = (
         ("done", "given_up"),
     ),
     Metric("policy_errors", _C, "errors", "Exceptions of the eviction policy; eviction went on."),
+    # hints
+    Metric(
+        "chunks_hinted",
+        _C,
+        "chunks",
+        "Chunks that hints were taken for, by hint.",
+        "hint",
+        ("session_end", "expect_reuse", "pin", "priority"),
+        tenant=True,
+    ),
+    Metric(
+        "hints_over_cap",
+        _C,
+        "chunks",
+        "Chunks that were not pinned or spared: the tenant's cap is reached, or that of all.",
+        tenant=True,
+    ),
     # restart
     Metric(
         "records_adopted",
@@ -368,6 +385,7 @@ _ALL = (
     Metric(
         "transient_bytes", _G, "bytes", "Slots of first hits from below, until their lease ends."
     ),
+    Metric("kept_bytes", _G, "bytes", "Slots that hints have pinned or spared."),
     Metric("moving", _G, "chunks", "Chunks on their way down."),
     Metric(
         "records_waiting",

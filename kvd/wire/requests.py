@@ -158,6 +158,18 @@ class Tier(NamedTuple):
     command: str
 
 
+class Hint(NamedTuple):
+    """From 1.2. `hint`: HintKind. `level`: of a priority, 0 low, 1 normal, 2 high; else 0.
+    `within_ns`: how long it holds, or until when reuse is expected."""
+
+    spec: bytes
+    kind: int
+    hashes: bytes
+    hint: int
+    level: int
+    within_ns: int
+
+
 class Heartbeat(NamedTuple):
     pass
 
@@ -193,6 +205,7 @@ Request = (
     | List
     | Stat
     | Tier
+    | Hint
     | Heartbeat
     | Put
     | Get
@@ -215,6 +228,7 @@ OP_OF: dict[type, Op] = {
     List: Op.LIST,
     Stat: Op.STAT,
     Tier: Op.TIER,
+    Hint: Op.HINT,
     Heartbeat: Op.HEARTBEAT,
     Put: Op.PUT,
     Get: Op.GET,
@@ -465,6 +479,18 @@ def _tier(f: list[Any], limits: Limits) -> Tier:
     return Tier(c.text(f[0], "tier", 64), command)
 
 
+def _hint(f: list[Any], limits: Limits) -> Hint:
+    packed_hashes, _ = c.hashes(f[2], limits)
+    return Hint(
+        c.exactly(f[0], "spec", c.HASH_BYTES),
+        c.kind(f[1]),
+        packed_hashes,
+        c.uint(f[3], "hint", 256),
+        c.uint(f[4], "level", 256),
+        c.uint(f[5], "within_ns", 1 << 63),
+    )
+
+
 def _heartbeat(f: list[Any], limits: Limits) -> Heartbeat:
     return Heartbeat()
 
@@ -506,6 +532,7 @@ _DECODERS: dict[int, tuple[str, int, Callable[[list[Any], Limits], Request]]] = 
     Op.LIST: ("list", 4, _list),
     Op.STAT: ("stat", 0, _stat),
     Op.TIER: ("tier", 2, _tier),
+    Op.HINT: ("hint", 6, _hint),
     Op.HEARTBEAT: ("heartbeat", 0, _heartbeat),
     Op.PUT: ("put", 11, _put),
     Op.GET: ("get", 6, _get),

@@ -72,6 +72,7 @@ class Shelf:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.there: dict[tuple[Any, ...], tuple[int, int, ChunkHeader, bytes]] = {}
+        self.forgotten: set[tuple[Any, ...]] = set()  # deleted, but the deletion failed
         self.next = 1
 
     @property
@@ -83,6 +84,7 @@ class Shelf:
 
     def records(self) -> tuple[Any, Any, Any]:
         """What `Tier.recover` tells: records, places."""
+        self.forgotten.clear()
         held = list(self.there.values())
         raw = b"".join(header.pack()[: IDENTITY_DTYPE.itemsize] for _, _, header, _ in held)
         at = np.array([x[0] for x in held], np.uint64)
@@ -93,9 +95,12 @@ class Shelf:
         assert header.flags & HeaderFlag.SEALED, "written before it was sealed"
         assert header.state is State.READY
         name = _chunk(job)
-        assert name not in self.there, "written although it was there"
+        assert name not in self.there or name in self.forgotten, "written although it was there"
         if hashlib.sha256(payload).digest()[:16] != header.digest:
             return ev.TierWritten(job.job, ev.TierAnswer.CORRUPT)
+        if name in self.forgotten:  # the younger counts
+            self.forgotten.discard(name)
+            self.there.pop(name, None)
         if not self.room(job.length):
             return ev.TierWritten(job.job, ev.TierAnswer.NO_SPACE, room=0)
         at, self.next = self.next, self.next + 1
@@ -137,6 +142,7 @@ class Answered(NamedTuple):
 
     job: Any
     event: Any
+    payload: bytes = b""  # of a read: what then stood in its slot
 
 
 _TIER_JOBS = (ac.TierWrite, ac.TierRead, ac.TierScrub, ac.TierDelete)
@@ -175,7 +181,7 @@ class World:
         self.locks: set[bytes] = set()
         self.recalled: list[str] = []
         self._start()
-        self._tiers(recover=False)
+        self.tiers_are_up()
 
     # -- the daemon's life ----------------------------------------------------------------------
 
@@ -187,10 +193,14 @@ class World:
         self.core.grow(config.size)
 
     def restart(
-        self, torn: Sequence[int] = (), known: Mapping[str, Recollection] | None = None
+        self,
+        torn: Sequence[int] = (),
+        *,
+        up: bool = True,
+        known: Mapping[str, Recollection] | None = None,
     ) -> list[ac.Action]:
-        """SIGKILL and a new life. `torn`: records that don't hold any more; `known`: what policies
-        of the earlier life knew."""
+        """SIGKILL and a new life. `torn`: records that don't hold any more; `up`: the tiers below
+        are told to be there, too; `known`: what policies of the earlier life knew."""
         namespaces, specs = self.core.namespaces, self.core.specs
         self.jobs.clear()
         self.in_hand.clear()
@@ -215,19 +225,22 @@ class World:
             list(torn),
         )
         self._carry(actions)
-        return actions + self._tiers(recover=True)
-
-    def _tiers(self, *, recover: bool) -> list[ac.Action]:
-        """The tiers below are there, with what an earlier life left in them."""
-        actions: list[ac.Action] = []
         for n, shelf in enumerate(self.shelves):
-            if recover and shelf.there:
+            if shelf.there:
                 told = self.core.recover(n, *shelf.records(), self.now)
                 self._carry(told)
                 actions += told
-            self.core.handle(ev.TierState(n, True, True), self.now)
-        if recover and self.shelves:
+        if self.shelves:
             self.core.recovered()
+        return actions + self.tiers_are_up() if up else actions
+
+    def tiers_are_up(self) -> list[ac.Action]:
+        """The tiers below are there: what the core does about it is carried out."""
+        actions: list[ac.Action] = []
+        for n in range(len(self.shelves)):
+            told = self.core.handle(ev.TierState(n, True, True), self.now)
+            self._carry(told)
+            actions += told
         return actions
 
     # -- events ---------------------------------------------------------------------------------
@@ -300,9 +313,13 @@ class World:
         event: Any
         if isinstance(job, _TIER_JOBS):
             event = self._tier_job(job, fail)
+            read = isinstance(job, ac.TierRead)
+            answered = Answered(
+                job, event, self.payload.get(self.where[job.job], b"") if read else b""
+            )
             actions = self.core.handle(event, self.now)
             self._carry(actions)
-            return [Answered(job, event), *actions]  # type: ignore[list-item]
+            return [answered, *actions]  # type: ignore[list-item]
         if isinstance(job, ac.Seal):
             digest = b"" if fail else self.digest(job.record)
             event = ev.Sealed(job.record, job.generation, digest)
@@ -330,6 +347,8 @@ class World:
         if isinstance(job, ac.TierDelete):
             if fail and fail % 2:
                 shelf.delete(job)
+            elif fail:
+                shelf.forgotten.add(_name(job))
             return ev.TierDeleted(job.job, lost) if fail else shelf.delete(job)
         if fail:
             return ev.TierReadDone(job.job, lost)

@@ -163,6 +163,21 @@ REPLIES_1_1: dict[str, tuple[Op, Any]] = {
 }
 
 
+REQUESTS_1_2: dict[str, m.Request] = {
+    "hint": m.Hint(b"\x07" * 32, 1, bytes(range(64)), 3, 0, 60_000_000_000),
+}
+REPLIES_1_2: dict[str, tuple[Op, Any]] = {
+    "hint": (Op.HINT, m.HintReply(7, 2, 1, 60_000_000_000)),
+}
+
+
+def vectors_1_2() -> dict[str, Any]:
+    return {
+        "requests": {name: m.encode_request(v).hex() for name, v in REQUESTS_1_2.items()},
+        "replies": {name: m.encode_reply(v).hex() for name, (_, v) in REPLIES_1_2.items()},
+    }
+
+
 def vectors_1_1() -> dict[str, Any]:
     return {
         "requests": {name: m.encode_request(v).hex() for name, v in REQUESTS_1_1.items()},
@@ -171,5 +186,5 @@ def vectors_1_1() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    chosen = vectors_1_1 if sys.argv[1:] == ["1.1"] else vectors
+    chosen = {"1.1": vectors_1_1, "1.2": vectors_1_2}.get("".join(sys.argv[1:]), vectors)
     print(json.dumps(chosen(), indent=1, sort_keys=True))

@@ -240,6 +240,7 @@ def _facts(output: Output, book: Book) -> Table:
         ("stores", _stores(book)),
         ("evictions", _evictions(book)),
         ("policy", _policy(book)),
+        ("hints", _hints(book)),
         ("ladder", _ladder(book)),
         ("leases", _leases(book)),
         ("writes", _writes(book)),
@@ -248,6 +249,7 @@ def _facts(output: Output, book: Book) -> Table:
         ("restart", _restart(book)),
         ("slabs", _slabs(book)),
         ("requests", _requests(book)),
+        ("recorded", Text(book.reasons("requests_recorded"))),
         ("workers", _workers(book)),
         ("errors", _errors(book)),
         ("loop", _loop(book.stat.get("loop", {}))),
@@ -320,6 +322,16 @@ def _policy(book: Book) -> Text | None:
                 style="red",
             )
     return text
+
+
+def _hints(book: Book) -> Text | None:
+    taken, over = book.reasons("chunks_hinted"), book.total("hints_over_cap")
+    kept = book.size("kept_bytes") if book.total("kept_bytes") else ""
+    if not (taken or over or kept):
+        return None
+    return _join(
+        f"{taken or 'none'} (chunks)", _said("keep", kept), _said("over the cap", _nonzero(over))
+    )
 
 
 def _leases(book: Book) -> Text:
