@@ -123,6 +123,7 @@ class Core:
             ev.Stat: self._stat,
             ev.Hint: self._hint,
             ev.Sealed: lambda e: self._seals.sealed(e.record, e.generation, e.digest),
+            ev.SealedMany: self._sealed_many,
             ev.Verified: lambda e: self._transfers.verified(e.record, e.generation, e.ok),
             ev.Copied: lambda e: self._evictions.reclass.copied(e.copy, e.ok),
             ev.TierState: self._tier_state,
@@ -333,6 +334,10 @@ class Core:
                 self._leases.lower_horizon()
             else:
                 self._adoption.end_hold()
+
+    def _sealed_many(self, event: ev.SealedMany) -> None:
+        for one in event.seals:
+            self._seals.sealed(one.record, one.generation, one.digest)
 
     def _tick(self, event: ev.Tick) -> None:
         """A slice of whatever is under way."""

@@ -12,6 +12,7 @@ are chunk-major: index = key * len(shards) + position in `shards`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum, IntFlag, StrEnum
 from typing import Any, NamedTuple
 
@@ -223,6 +224,12 @@ class Sealed(NamedTuple):
     record: int
     generation: int
     digest: bytes
+
+
+class SealedMany(NamedTuple):
+    """Several that came together."""
+
+    seals: Sequence[Sealed]
 
 
 class Verified(NamedTuple):

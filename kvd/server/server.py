@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 NS = 1_000_000_000
 IDLE_MS = 1000
 STOP_WORKERS_S = 5.0
+_PREFAULT_STEP = 64 << 20
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -178,6 +179,8 @@ class Server:
         self._timers()
         if not self._arena_is_whole:
             self._reserve_more()
+        else:
+            self._prefault(0)
         if config.gc_freeze:
             gc.collect()
             gc.freeze()
@@ -280,6 +283,8 @@ class Server:
 
     def _reserved(self, done: bool | None) -> None:
         self.carrier.core.grow(self.arena.reserved)
+        if done is not False:
+            self._prefault(0)
         if done is None:
             log.error(
                 "only %s of the arena's %s could be reserved; serving with that",
@@ -290,6 +295,21 @@ class Server:
             log.info("the arena's %s are reserved", format_size(self.arena.size))
         else:
             self._reserve_more()
+
+    def _prefault(self, offset: int) -> None:
+        """Fault the arena into our own mapping, step by step, once it is reserved: the worker
+        that hashes a payload would otherwise pay a fault for each of its pages."""
+        length = min(_PREFAULT_STEP, self.arena.reserved - offset)
+        if length <= 0:
+            return
+        self.transfers.submit(
+            Job(
+                "prefault memory",
+                lambda: self.arena.prefault(offset, length),
+                lambda _: self._prefault(offset + length),
+                background=True,
+            )
+        )
 
     # -- main loop ------------------------------------------------------------------------------
 
