@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from math import log2
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,7 +93,7 @@ class Odds:
             faded *= factor
 
 
-def _rows(counts: array[float]) -> list[memoryview]:
+def _rows(counts: array[float]) -> list[Any]:
     """Views of the rows, to be counted in: quicker so than a cell of numpy's."""
     view = memoryview(counts)
     return [view[at : at + BINS] for at in range(0, len(counts), BINS)]

@@ -286,3 +286,14 @@ def test_a_daemon_hits_what_the_replay_hits(path: Path) -> None:
         found = agreement(trace, name, factory(name), 20.0)
         assert found.blocks == 1952 and found.replay_hit_pct > 3
         assert abs(found.difference) <= 0.5, found
+
+
+def test_the_check_against_a_daemon_is_told(tmp_path: Path) -> None:
+    rows = [row(n * 10, 1024, n % 7, 100 + n % 7) for n in range(60)]
+    path = write(tmp_path / "ring.jsonl", *rows)
+    words = f"{path} -p lru -c 100 --check-daemon --speed 100".split()
+    result = CliRunner().invoke(simulate, words)
+    assert result.exit_code == 0, result.output
+    assert "ring" in result.stdout and "+0.00" in result.stdout
+    told = json.loads(CliRunner().invoke(simulate, [*words, "--json"]).stdout)["agreement"]
+    assert told[0]["daemon_hit_pct"] == told[0]["replay_hit_pct"] == pytest.approx(88.33, abs=0.01)

@@ -175,6 +175,13 @@ def _cell(trace: Trace, name: str, percent: float, tiers: int, count: Count) -> 
     is_flag=True,
     help="Run the requests through a daemon of its own, too, and compare.",
 )
+@click.option(
+    "--speed",
+    type=click.FloatRange(min=0.0),
+    default=12.0,
+    show_default=True,
+    help="With --check-daemon: at most so many times the trace's own pace; 0: no limit.",
+)
 @connection
 def simulate(
     link: Link,
@@ -189,6 +196,7 @@ def simulate(
     plot: Path | None,
     from_daemon: bool,
     check_daemon: bool,
+    speed: float,
 ) -> None:
     """Replay request traces through eviction policies, at several capacities.
 
@@ -215,7 +223,7 @@ def simulate(
         if from_daemon:
             _from_daemon(output, link, plot)
         elif check_daemon:
-            _check_daemon(output, read, makers, capacity)
+            _check_daemon(output, read, makers, capacity, speed)
         else:
             _replay(output, read, makers, capacity, tiers, lower, sampled, plot)
     except (TraceError, PlotError) as error:
@@ -307,6 +315,7 @@ def _check_daemon(
     read: list[Trace],
     makers: dict[str, Callable[[], Policy]],
     capacity: list[float],
+    speed: float,
 ) -> None:
     from kvd.tools.bench.daemon import BenchError
     from kvd.tools.simulate.agree import agreement  # starts processes; nothing else here does
@@ -318,7 +327,7 @@ def _check_daemon(
             for name, make in makers.items():
                 for percent in capacity:
                     try:
-                        rows.append(agreement(trace, name, make, percent, advance))
+                        rows.append(agreement(trace, name, make, percent, speed, advance))
                     except BenchError as error:
                         raise click.ClickException(str(error)) from error
     if output.as_json:
