@@ -215,7 +215,8 @@ class Copy(NamedTuple):
 
 class TierWrite(NamedTuple):
     """Put a sealed slot's payload into a tier; answer with TierWritten. The slot's bytes are the
-    tier's to read until then. `deadline`: ns."""
+    tier's to read until then. `deadline`: ns. `kept`: not a slot's payload, but what that job read
+    into memory of the server's own, which is free afterwards."""
 
     job: int
     tier: int
@@ -223,6 +224,7 @@ class TierWrite(NamedTuple):
     offset: int
     length: int
     deadline: int
+    kept: int = 0
 
 
 class TierRead(NamedTuple):
@@ -240,11 +242,13 @@ class TierRead(NamedTuple):
     offset: int
     length: int
     deadline: int
+    ahead: bool = False  # nobody waits for it
 
 
 class TierScrub(NamedTuple):
     """Read a payload to see whether it holds, into memory of the server's own; answer with
-    TierReadDone."""
+    TierReadDone. `keep`: if it does, the bytes are kept for a TierWrite among the actions that
+    follow the answer at once."""
 
     job: int
     tier: int
@@ -257,6 +261,7 @@ class TierScrub(NamedTuple):
     generation: int
     length: int
     deadline: int
+    keep: bool = False
 
 
 class TierDelete(NamedTuple):

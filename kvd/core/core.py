@@ -21,6 +21,7 @@ from kvd.core.adoption import Adoption
 from kvd.core.checks import Checks
 from kvd.core.config import CoreConfig
 from kvd.core.demotions import Demotions
+from kvd.core.descents import Descent, Descents
 from kvd.core.evictions import Evictions
 from kvd.core.fetches import Fetches
 from kvd.core.hints import Hints
@@ -28,6 +29,7 @@ from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.leases import Lease, Leases
 from kvd.core.listing import Listing
 from kvd.core.lower import Lower
+from kvd.core.prefetches import Prefetches
 from kvd.core.recollection import Part, Recollection, parts
 from kvd.core.recovery import Found, Recovery
 from kvd.core.reserves import Request, Reserves
@@ -36,6 +38,7 @@ from kvd.core.rooms import Rooms
 from kvd.core.scrubs import Scrubs
 from kvd.core.sealing import Seals
 from kvd.core.sessions import Session
+from kvd.core.spaces import Space
 from kvd.core.stats import stat
 from kvd.core.store import TOUCH_SLICE, Store
 from kvd.core.takeover import take_over
@@ -80,8 +83,10 @@ class Core:
         self._jobs = Jobs(self._store)
         self._evictions = Evictions(self._store, self._jobs)
         self._fetches = Fetches(self._store, self._jobs, self._evictions)
-        self._rooms = Rooms(self._store, self._jobs, self._fetches)
+        self._descents = Descents(self._store, self._fetches)
+        self._rooms = Rooms(self._store, self._jobs, self._fetches, self._descents)
         self._scrubs = Scrubs(self._store, self._jobs, self._fetches)
+        self._prefetches = Prefetches(self._store, self._jobs, self._fetches)
         self._seals = Seals(self._store)
         self._demotions = Demotions(
             self._store, self._jobs, self._evictions, self._rooms, self._seals.urge
@@ -114,6 +119,7 @@ class Core:
             ev.Abort: self._abort,
             ev.Lookup: self._lookup,
             ev.Load: self._load,
+            ev.Prefetch: self._prefetch,
             ev.Wait: self._wait,
             ev.Cancel: self._cancel,
             ev.Renew: self._renew,
@@ -174,6 +180,12 @@ class Core:
         """`room(slab, slot_size)`: take memory for the slab's records before it is cut into such
         slots; False if there is none. Not asked: there always is."""
         self._store.slabs.room = room
+
+    def set_weight(self, namespace: str, weight: float) -> None:
+        """A tenant's share of the bandwidth of the tiers below, against the others that want some;
+        1 until it is set. Pre: weight > 0."""
+        self._fetches.set_weight(namespace, weight)
+        self._demotions.set_weight(namespace, weight)
 
     def recall(self, known: Mapping[str, Recollection], now: int) -> list[str]:
         """Take up what policies knew in an earlier life, by tier; of which tiers. Pre: before
@@ -295,6 +307,7 @@ class Core:
             {
                 "moving": self._demotions.moving,
                 "fetches_queued": self._fetches.queued,
+                "prefetch_bytes": self._prefetches.taken,
                 "records_waiting": self._recovery.waiting,
             },
         )
@@ -328,6 +341,8 @@ class Core:
                 self._tier_late(due.number)
             elif due.kind == "scrub":
                 self._scrubs.due(due.number)
+            elif due.kind == "prefetch":
+                self._prefetches.due(due.number)
             elif due.kind == "room":
                 self._jobs.wake(Pause.DEMOTION)
             elif due.kind == "horizon":
@@ -385,9 +400,9 @@ class Core:
     def _tier_written(self, event: ev.TierWritten) -> None:
         job = self._store.ladder.end(event.job)
         if job is not None:
-            self._demotions.done(
-                job, event.answer, event.at, event.generation, event.room, event.empty
-            )
+            down = isinstance(job.owner, Descent)
+            done = self._descents.written if down else self._demotions.done
+            done(job, event.answer, event.at, event.generation, event.room, event.empty)
 
     def _tier_read(self, event: ev.TierReadDone) -> None:
         job = self._store.ladder.end(event.job)
@@ -396,6 +411,8 @@ class Core:
         if job.kind == "scrub":
             fits = event.header is not None and self._fetches.fits(job.cell, event.header)
             self._scrubs.done(job, event.answer, fits=fits)
+        elif job.kind == "descent":
+            self._descents.read(event.job, job, event.answer, event.header)
         else:
             self._fetches.done(job, event.answer, event.header)
 
@@ -629,6 +646,21 @@ class Core:
         count = len(lease.rows) if items is None else len(items)
         shards = self._checks.shards(lease.space, event.shards or lease.shards, count)
         self._reply(event, self._transfers.load(lease, items, shards))
+
+    def _prefetch(self, event: ev.Prefetch) -> None:
+        session = self._checks.session(event.session)
+        space = self._checks.space(session, event.spec, event.kind)
+        shards = self._checks.shards(space, event.shards, self._checks.keys(event.hashes))
+        if event.within <= 0:
+            raise BadKey("within is not above 0")
+        self._start(event, self._prefetched(session, space, shards, event))
+
+    def _prefetched(
+        self, session: Session, space: Space, shards: tuple[int, ...], event: ev.Prefetch
+    ) -> Work[ac.OutcomesResult]:
+        asked = self._prefetches.ask(session, space, shards, event.hashes, event.within)
+        outcomes = yield from asked
+        return ac.OutcomesResult(outcomes)
 
     def _transfer(self, event: ev.Wait | ev.Cancel) -> Transfer:
         session = self._checks.session(event.session)

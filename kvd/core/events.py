@@ -132,6 +132,18 @@ class Load(NamedTuple):
     shards: tuple[int, ...] | None  # None: those of the lookup
 
 
+class Prefetch(NamedTuple):
+    """A hint: these chunks will be asked for within this time. It leases nothing."""
+
+    session: int
+    request: object
+    spec: bytes
+    kind: int
+    shards: tuple[int, ...]
+    hashes: bytes
+    within: int  # ns
+
+
 class Wait(NamedTuple):
     """Long poll: answered when more than `after` results of the transfer are known, when it is
     done, or at `deadline`."""

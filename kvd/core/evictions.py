@@ -8,8 +8,9 @@ which order the others go. NO_SPACE means that every candidate was looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from enum import Enum, auto
+from math import ceil
 
 from kvd.core import columns as col
 from kvd.core.actions import AssignSlab
@@ -107,6 +108,21 @@ class Evictions:
         store.timers.add(until, "room", store.handle())
         return until
 
+    def spare(self, size: int) -> int:
+        """A slot of a class that nobody will miss, taken: a free one, as long as half of what is
+        kept free for stores is left, for what demotion makes up for; or that of something cold that
+        lies below already. -1 if there is none."""
+        store, slabs = self._store, self._store.slabs
+        slots = slabs.slots.get(size, 0)
+        keep = ceil(slots * (1 - store.config.high))
+        if any(lower.writable for lower in store.ladder.lowers):
+            keep //= 2
+        if slots - slabs.used.get(size, 0) > keep:
+            return slabs.take(size)
+        if self._take_slab(size) or self._drop_clean(size, but=store.transients):
+            return slabs.take(size)
+        return -1
+
     def _take_slab(self, size: int) -> bool:
         """Give the class a slab with nothing in it, if there is one that can be."""
         for slab in (self._store.slabs.blank(), self._store.slabs.empty(but=size)):
@@ -161,8 +177,8 @@ class Evictions:
         ladder = self._store.ladder
         return any(low.readable and ladder.holds(low, row) for low in ladder.lowers)
 
-    def _drop_clean(self, size: int) -> bool:
-        """Drop something cold that a tier below has already."""
+    def _drop_clean(self, size: int, but: Container[int] = ()) -> bool:
+        """Drop something cold that a tier below has already, and that is not in `but`."""
         store = self._store
         if not store.ladder.readable:
             return False
@@ -172,7 +188,9 @@ class Evictions:
             for n, row in enumerate(store.policy.victims(queue, store.now)):
                 if n >= _SKIPS:
                     break
-                if store.chunks.below[row] and self.legal(row) and self.settled(row):
+                if not store.chunks.below[row] or row in but:
+                    continue
+                if self.legal(row) and self.settled(row):
                     store.drop(row, "demoted", evicted=True)
                     return True
         return False

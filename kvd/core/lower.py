@@ -15,7 +15,7 @@ import numpy as np
 from kvd.core import columns as col
 from kvd.core.advice import Advice
 from kvd.core.columns import column
-from kvd.core.config import TierConfig
+from kvd.core.config import TierConfig, WritePolicy
 from kvd.eviction.base import Policy
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class TierJob:
     def __init__(
         self, kind: str, lower: Lower, row: int, cell: int, deadline: int, owner: object
     ) -> None:
-        self.kind = kind  # read, write, delete or scrub
+        self.kind = kind  # read, write, delete, scrub or descent
         self.lower = lower
         self.row = row
         self.cell = cell
@@ -113,6 +113,12 @@ class Ladder:
         """Whether a shard can be delivered: from DRAM, or from below into a slot."""
         state = self._store.cells.state[cell]
         return bool(state == col.READY or (state == col.ABSENT and self.source(cell) is not None))
+
+    def wants(self, lower: Lower, row: int) -> bool:
+        """Whether a tier takes a chunk that leaves the one above, by its write policy."""
+        if lower.config.policy is WritePolicy.ON_SECOND_HIT:
+            return bool(self._store.chunks.hits[row] > 1)
+        return True
 
     def holds(self, lower: Lower, row: int) -> bool:
         """Whether the tier has every shard that DRAM has."""

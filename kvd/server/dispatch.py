@@ -333,6 +333,7 @@ _SAME_FIELDS: dict[type, Callable[..., Any]] = {
     m.Abort: ev.Abort,
     m.Lookup: ev.Lookup,
     m.Load: ev.Load,
+    m.Prefetch: ev.Prefetch,
     m.Cancel: ev.Cancel,
     m.Renew: ev.Renew,
     m.Release: ev.Release,

@@ -117,7 +117,7 @@ class Server:
         self.counters = Counters()
         self.transfers = Transfers(config.workers, stuck_s=config.stuck_s)
         undo.callback(self.transfers.close, STOP_WORKERS_S)
-        self.ladder = Ladder(plans, self.arena.view)
+        self.ladder = Ladder(plans, self.arena.view, Path(config.arena_base))
         undo.callback(self.ladder.close)
         self.ladder.start()
         opened = open_core(

@@ -284,9 +284,19 @@ _ALL = (
         "shards_promoted",
         _C,
         "shards",
-        "Shards read up into DRAM: for one lease, or to stay.",
+        "Shards read up into DRAM: for one lease, to stay, or ahead, before anybody asked.",
         "how",
-        ("transient", "stays"),
+        ("transient", "stays", "ahead"),
+        tenant=True,
+    ),
+    Metric(
+        "chunks_prefetched",
+        _C,
+        "chunks",
+        "Keys in prefetches, by what became of the hint: here (in DRAM already), coming, no_space, "
+        "missed, or skipped behind the first that is not to be had.",
+        "answer",
+        ("here", "coming", "no_space", "missed", "skipped"),
         tenant=True,
     ),
     Metric(
@@ -302,7 +312,30 @@ _ALL = (
         "chunks",
         "Chunks removed from a tier below, by reason.",
         "reason",
-        ("capacity", "command", "quarantine"),
+        ("capacity", "demoted", "command", "quarantine"),
+        tenant=True,
+    ),
+    Metric(
+        "descents",
+        _C,
+        "chunks",
+        "Last copies that had to leave a tier below that has another one below it, by what became "
+        "of them: written there, or deleted: off (no further tier takes writes, or the payload "
+        "can't be read), unwanted (by its write policy), busy (enough are on their way), and what "
+        "a tier answered.",
+        "result",
+        (
+            "written",
+            "off",
+            "unwanted",
+            "busy",
+            "miss",
+            "no_space",
+            "too_large",
+            "corrupt",
+            "timeout",
+            "failed",
+        ),
         tenant=True,
     ),
     Metric(
@@ -393,6 +426,7 @@ _ALL = (
         "records",
         "Records in tiers below whose spec or namespace nobody has named yet.",
     ),
+    Metric("prefetch_bytes", _G, "bytes", "Slots set aside for what is read up ahead."),
     Metric("fetches_queued", _G, "shards", "Shards that wait to be read from below."),
 )
 

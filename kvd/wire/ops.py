@@ -31,6 +31,7 @@ class Op(IntEnum):
     BYE = 18
     TIER = 19  # from 1.1
     HINT = 20  # from 1.2
+    PREFETCH = 21  # from 1.3
 
 
 class FrameFlag(IntFlag):

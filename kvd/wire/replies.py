@@ -347,6 +347,7 @@ _DECODERS: dict[int, tuple[str, int, Callable[[list[Any], bool], Reply]]] = {
     Op.STAT: ("stat", 1, _stat),
     Op.TIER: ("tier", 3, _tier),
     Op.HINT: ("hint", 4, _hint),
+    Op.PREFETCH: ("prefetch", 1, _outcomes_only),
     Op.HEARTBEAT: ("heartbeat", 0, _done),
     Op.PUT: ("put", 1, _outcomes_only),
     Op.GET: ("get", 1, _outcomes_only),

@@ -99,6 +99,16 @@ class Load(NamedTuple):
     shards: tuple[int, ...] | None
 
 
+class Prefetch(NamedTuple):
+    """From 1.3: a hint that these chunks will be asked for within `within` ns."""
+
+    spec: bytes
+    kind: int
+    shards: tuple[int, ...]
+    hashes: bytes
+    within: int
+
+
 class Wait(NamedTuple):
     transfer: int
     after: int
@@ -197,6 +207,7 @@ Request = (
     | Abort
     | Lookup
     | Load
+    | Prefetch
     | Wait
     | Cancel
     | Renew
@@ -220,6 +231,7 @@ OP_OF: dict[type, Op] = {
     Abort: Op.ABORT,
     Lookup: Op.LOOKUP,
     Load: Op.LOAD,
+    Prefetch: Op.PREFETCH,
     Wait: Op.WAIT,
     Cancel: Op.CANCEL,
     Renew: Op.RENEW,
@@ -385,6 +397,19 @@ def _load(f: list[Any], limits: Limits) -> Load:
     )
 
 
+def _prefetch(f: list[Any], limits: Limits) -> Prefetch:
+    packed_hashes, keys = c.hashes(f[3], limits)
+    shards = c.shards(f[2], limits)
+    c.results(keys, len(shards), limits)
+    return Prefetch(
+        c.exactly(f[0], "spec", c.HASH_BYTES),
+        c.kind(f[1]),
+        shards,
+        packed_hashes,
+        _duration(f[4], "within", limits.lease_max_ns),
+    )
+
+
 def _wait(f: list[Any], limits: Limits) -> Wait:
     timeout_ns = c.uint(f[2], "timeout_ns")
     if timeout_ns > limits.wait_max_ns:
@@ -524,6 +549,7 @@ _DECODERS: dict[int, tuple[str, int, Callable[[list[Any], Limits], Request]]] = 
     Op.ABORT: ("abort", 2, _abort),
     Op.LOOKUP: ("lookup", 10, _lookup),
     Op.LOAD: ("load", 3, _load),
+    Op.PREFETCH: ("prefetch", 5, _prefetch),
     Op.WAIT: ("wait", 3, _wait),
     Op.CANCEL: ("cancel", 1, _cancel),
     Op.RENEW: ("renew", 2, _renew),

@@ -540,12 +540,14 @@ class LadderMachine(CoreMachine):
         policy=st.sampled_from(["lru", "lru", *sorted(POLICIES)]),
         manual=st.booleans(),
         through=st.booleans(),
+        second=st.booleans(),
     )
-    def start(self, policy: str, manual: bool, through: bool = False) -> None:
+    def start(self, policy: str, manual: bool, through: bool = False, second: bool = True) -> None:
         when = WritePolicy.THROUGH if through else WritePolicy.ON_DEMOTE
+        then = WritePolicy.ON_SECOND_HIT if second else WritePolicy.ON_DEMOTE
         self.tiers = (
             TierConfig("nvme", 400 * KIB, when, read_ns=2 * S, write_ns=2 * S, reads=2, writes=3),
-            TierConfig("s3", 2000 * KIB, WritePolicy.ON_SECOND_HIT, first_alone=False),
+            TierConfig("s3", 2000 * KIB, then, first_alone=False),
         )
         super().start(policy, manual)
 

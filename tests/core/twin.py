@@ -196,6 +196,10 @@ class Twin:
             self.fetching[action.job] = record
         elif isinstance(action, ac.TierDelete):
             self._gone_below(action)
+        elif isinstance(action, ac.TierWrite) and action.kept:
+            chunk = self.chunks[self.key_of(action.header)]
+            above = [t for t, s in chunk.below if s == action.header.shard and t < action.tier]
+            assert above, "what goes further down lies in a tier above"
         elif isinstance(action, ac.TierWrite):
             key, shard = self._owner(self.world.where[action.job])
             assert shard.state == "ready" and shard.sealed
@@ -213,8 +217,9 @@ class Twin:
                 key = self.key_of(job.header)
                 self.chunks[key].below.add((job.tier, job.header.shard))
         elif isinstance(event, ev.TierReadDone):
-            self.landing = self.fetching.pop(job.job)
-            self.hand.pop(self.landing)  # the core says so if the shard has landed
+            if isinstance(job, ac.TierRead):
+                self.landing = self.fetching.pop(job.job)
+                self.hand.pop(self.landing)  # the core says so if the shard has landed
             if event.answer in (ev.TierAnswer.MISS, ev.TierAnswer.CORRUPT):
                 self._gone_below(job)
 

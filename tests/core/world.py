@@ -146,6 +146,7 @@ class Answered(NamedTuple):
 
 
 _TIER_JOBS = (ac.TierWrite, ac.TierRead, ac.TierScrub, ac.TierDelete)
+_READS = (ac.TierRead, ac.TierScrub)
 _LOST = (ev.TierAnswer.FAILED, ev.TierAnswer.TIMEOUT, ev.TierAnswer.OFF)
 
 
@@ -164,6 +165,7 @@ class World:
         self.shelves = [Shelf(tier.limit) for tier in settings.get("tiers", ())]
         self.fails: Callable[[Any], int] = lambda job: 0  # how a job fails
         self.where: dict[int, int] = {}  # job -> record; slabs may change class later
+        self.kept: dict[int, bytes] = {}  # job -> a payload on its way to another tier
         self.in_hand: dict[int, Any] = {}  # jobs of tiers that did not come back yet
         self.policy = policy
         self.auto = auto  # workers answer at once
@@ -204,6 +206,7 @@ class World:
         namespaces, specs = self.core.namespaces, self.core.specs
         self.jobs.clear()
         self.in_hand.clear()
+        self.kept.clear()
         self._start()
         if known is not None:
             self.recalled = self.core.recall(known, self.now)
@@ -319,6 +322,7 @@ class World:
             )
             actions = self.core.handle(event, self.now)
             self._carry(actions)
+            self.kept.pop(job.job, None)  # nobody wanted it
             return [answered, *actions]  # type: ignore[list-item]
         if isinstance(job, ac.Seal):
             digest = b"" if fail else self.digest(job.record)
@@ -342,8 +346,10 @@ class World:
         lost = _LOST[fail % len(_LOST)]
         if isinstance(job, ac.TierWrite):
             if fail:
+                self.kept.pop(job.job, None)
                 return ev.TierWritten(job.job, lost)
-            return shelf.write(job, self.payload[self.where[job.job]])
+            kept = self.kept.pop(job.job) if job.kept else None
+            return shelf.write(job, self.payload[self.where[job.job]] if kept is None else kept)
         if isinstance(job, ac.TierDelete):
             if fail and fail % 2:
                 shelf.delete(job)
@@ -353,6 +359,8 @@ class World:
         if fail:
             return ev.TierReadDone(job.job, lost)
         event, payload = shelf.read(job)
+        if isinstance(job, ac.TierScrub) and job.keep and event.answer is ev.TierAnswer.OK:
+            self.kept[job.job] = payload
         if isinstance(job, ac.TierRead):
             self.payload[self.where[job.job]] = payload or b"half of it"
         return event
@@ -396,11 +404,15 @@ class World:
             elif isinstance(action, _TIER_JOBS):
                 assert action.job not in self.in_hand
                 assert all(
-                    other.tier != action.tier or _chunk(other) != _chunk(action)
+                    other.tier != action.tier
+                    or _chunk(other) != _chunk(action)
+                    or (isinstance(other, _READS) and isinstance(action, _READS))
                     for other in self.in_hand.values()
                 ), "two jobs at a time for one key"
                 self.in_hand[action.job] = action
-                if isinstance(action, ac.TierWrite | ac.TierRead):
+                if isinstance(action, ac.TierWrite) and action.kept:
+                    self.kept[action.job] = self.kept.pop(action.kept)
+                elif isinstance(action, ac.TierWrite | ac.TierRead):
                     self.where[action.job] = self.record_at(action.offset)
                 self.jobs.append(action)
             elif isinstance(action, ac.Reply | ac.Fail):

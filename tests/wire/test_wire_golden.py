@@ -23,17 +23,11 @@ def test_every_vector_is_what_it_was_on_the_first_day() -> None:
     assert vectors.vectors() == GOLDEN
 
 
-MINORS = {
-    "1_1": (vectors.vectors_1_1, vectors.REQUESTS_1_1, vectors.REPLIES_1_1),
-    "1_2": (vectors.vectors_1_2, vectors.REQUESTS_1_2, vectors.REPLIES_1_2),
-}
-
-
-@pytest.mark.parametrize("minor", sorted(MINORS))
-def test_what_a_minor_version_added_is_what_it_was_on_its_first_day(minor: str) -> None:
-    golden = json.loads(Path(__file__).with_name(f"golden_{minor}.json").read_text())
-    made, requests, replies = MINORS[minor]
-    assert made() == golden
+@pytest.mark.parametrize("version", vectors.ADDED)
+def test_what_a_minor_version_added_is_what_it_was_on_its_first_day(version: str) -> None:
+    golden = json.loads(Path(__file__).with_name(f"golden_{version}.json").read_text())
+    assert vectors.vectors_of(version) == golden
+    requests, replies = vectors.ADDED[version]
     for name, request in requests.items():
         body = bytes.fromhex(golden["requests"][name])
         assert m.decode_request(m.OP_OF[type(request)], body) == request
