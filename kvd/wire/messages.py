@@ -17,6 +17,7 @@ from kvd.wire.replies import (
     ReserveReply,
     SpecReply,
     StatReply,
+    TenantReply,
     TierReply,
     WaitReply,
     decode_error,
@@ -25,6 +26,7 @@ from kvd.wire.replies import (
     encode_reply,
     error_body,
 )
+from kvd.wire.requested import decode_request
 from kvd.wire.requests import (
     LEVELS,
     OP_OF,
@@ -49,9 +51,9 @@ from kvd.wire.requests import (
     Reserve,
     Selector,
     Stat,
+    Tenant,
     Tier,
     Wait,
-    decode_request,
     encode_request,
 )
 
@@ -92,6 +94,8 @@ __all__ = [
     "SpecReply",
     "Stat",
     "StatReply",
+    "Tenant",
+    "TenantReply",
     "Tier",
     "TierReply",
     "Wait",
