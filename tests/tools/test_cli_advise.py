@@ -32,8 +32,10 @@ def stat(**changed: Any) -> dict[str, Any]:
         "counters": {"chunks_asked": 200, "chunks_hit": 60},
         "tenants": {
             "a": {
-                "bytes": 5 * GIB,
-                "bytes_below": 20 * GIB,
+                "tiers": {
+                    "dram": {"used_bytes": 5 * GIB},
+                    "nvme": {"used_bytes": 20 * GIB},
+                },
                 "counters": {"chunks_asked": 100, "chunks_hit": 40},
             }
         },

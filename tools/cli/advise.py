@@ -97,9 +97,8 @@ def _room(stat: Mapping[str, Any], tier: Mapping[str, Any], tenant: str) -> int:
     """Bytes that a tenant has in a tier, or that there are."""
     if tenant == EVERYBODY:
         return int(tier.get("limit_bytes") or 0)
-    mine = (stat.get("tenants") or {}).get(tenant, {})
-    name = "bytes" if tier.get("name") == "dram" else "bytes_below"
-    return int(mine.get(name) or 0)
+    mine = (stat.get("tenants") or {}).get(tenant, {}).get("tiers") or {}
+    return int(mine.get(tier.get("name"), {}).get("used_bytes") or 0)
 
 
 def _advice(
