@@ -350,6 +350,8 @@ class Core:
                 self._prefetches.due(due.number)
             elif due.kind == "room":
                 self._jobs.wake(Pause.DEMOTION)
+            elif due.kind == "hint":
+                self._hints.due(due.number)
             elif due.kind == "pin":
                 self._store.keeping.drop(due.number)
             elif due.kind == "horizon":
