@@ -77,6 +77,7 @@ class Demotions:
         self._running: set[int] = set()  # sizes whose victims are being chosen
         self._not_before: dict[int, int] = {}  # size -> when to try again
         self._through: deque[tuple[int, bytes, Lower]] = deque()
+        self._after: dict[int, list[tuple[int, bytes, Lower]]] = {}  # row -> further tiers
 
     @property
     def busy(self) -> bool:
@@ -105,7 +106,9 @@ class Demotions:
         self._sealed()
         for _ in range(min(_THROUGH, len(self._through), max(0, _MOVES - len(self.by_row)))):
             row, key, lower = self._through.popleft()
-            if store.chunks.space[row] and store.chunks.key_of(row) == key:
+            if row in self.by_row:  # it is on its way to another tier: this one's turn is next
+                self._after.setdefault(row, []).append((row, key, lower))
+            elif store.chunks.space[row] and store.chunks.key_of(row) == key:
                 self._begin(row, lower, "through")
         slabs = store.slabs
         if slabs.blank() < 0:
@@ -359,6 +362,7 @@ class Demotions:
             return
         store, row = self._store, move.row
         del self.by_row[row]
+        self._through.extend(self._after.pop(row, ()))
         for size in move.sizes:
             self._coming[size] -= 1
         self._count(row, "written" if move.failed is None else move.failed.value)

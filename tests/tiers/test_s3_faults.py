@@ -331,11 +331,17 @@ def test_an_endpoint_that_is_away_is_degraded_within_bounds_and_heals(aws_keys: 
         port = held.getsockname()[1]
     began = time.monotonic()
     start = S3Config("bkt", "one", 8 * MIB, endpoint=f"http://127.0.0.1:{port}", addressing="path")
-    it = Rig(S3Backend(start), "s3").start()
+    it = Rig(S3Backend(start), "s3", CONFIG).start()
     assert time.monotonic() - began < 9 and it.tier.state is State.DEGRADED
     assert "can't be reached" in it.tier.stat().last_error
     assert it.one(Chunk(1).write(), 1).answer is Answer.OFF
+    asked = it.tier.stat().notes["requests"]
+    it.until(lambda: it.tier.stat().notes["requests"] > asked + 8)  # without traffic
+    fake = FakeS3(port)
+    it.until(lambda: it.tier.state is State.READY)
+    assert it.one(Chunk(1).write()).answer is Answer.OK
     it.close()
+    fake.close()
 
 
 def test_an_endpoint_that_says_nothing_costs_a_deadline_and_no_more(fake: FakeS3, it: Rig) -> None:

