@@ -104,6 +104,11 @@ class Config:
     s3_prefix: str
     s3_ttl_s: float
     s3_workers: int
+    directory_url: str
+    directory_password_file: str | None
+    directory_prefix: str
+    directory_ttl_s: float
+    directory_wait_s: float
     namespaces: tuple[NamespaceRule, ...]
     admin_uids: tuple[int, ...]
     admin_group: str
@@ -175,7 +180,10 @@ def _check_together(config: Config) -> None:
     def refuse(name: str, why: str) -> ConfigError:
         setting = find_setting(name)
         assert setting is not None, name
-        return _refusal(setting, getattr(config, setting.field), config.origins[name], why)
+        shown = re.sub(r"//[^@/]*@", "//", str(value := getattr(config, setting.field)))
+        return _refusal(
+            setting, shown if isinstance(value, str) else value, config.origins[name], why
+        )
 
     if config.lease_s > config.lease_max_s:
         raise refuse("limits.lease_s", f"longer than limits.lease_max_s = {config.lease_max_s:g}")
@@ -189,6 +197,8 @@ def _check_together(config: Config) -> None:
         )
     if config.watermarks[0] < config.watermarks[1]:
         raise refuse("tiers.watermarks", "the high one is below the low one")
+    if config.directory_url and not config.s3_bucket:
+        raise refuse("directory.url", "needs tiers.s3.bucket: it tells who has what in that bucket")
     if config.admin_group and _group_id(config.admin_group) is None:
         raise refuse("admin.group", "no such group; give the name or number of one that exists")
     if config.tcp_endpoint is not None:
@@ -312,7 +322,7 @@ def shown_settings(config: Config) -> list[dict[str, Any]]:
         value = getattr(config, setting.field)
         if not setting.key:
             value = [rule._asdict() for rule in value]
-        if setting.name == "tiers.redis.url":  # a password may stand in it
+        if setting.name in ("tiers.redis.url", "directory.url"):  # a password may stand in it
             value = re.sub(r"//[^@/]*@", "//", value)
         origin = config.origins.get(setting.name, "default")
         rows.append({"name": setting.name, "value": value, "origin": origin})

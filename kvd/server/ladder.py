@@ -44,6 +44,7 @@ class Ladder:
         self.tiers: list[t.Tier] = []
         self.reports: list[t.ProbeReport] = []
         self.feed: Callable[[Any], None] = lambda event: None
+        self.completed: Callable[[Any, t.Completion], None] | None = None  # told before the core
         self._view = view
         self.news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = threading.Event()
@@ -202,6 +203,8 @@ class Ladder:
                 if asked is not None:
                     asked(done)
             else:
+                if self.completed is not None:
+                    self.completed(token, done)
                 self.feed(self._event(token, done))
         self.watch()
 

@@ -432,6 +432,19 @@ def test_a_time_to_live_ends_objects(fake: FakeS3) -> None:
     it.close()
 
 
+def test_what_was_deleted_behind_its_back_counts_no_more_and_is_nobodys(fake: FakeS3) -> None:
+    one, two = rig(fake), rig(fake, installation="two")
+    chunk = Chunk(1)
+    one.one(chunk.write())
+    fake.objects.clear()
+    assert one.one(chunk.read()).answer is Answer.MISS
+    assert one.tier.usage().used_bytes == 0 and one.tier.stat().notes["vanished"] == 1
+    assert two.one(chunk.write()).answer is Answer.OK
+    assert one.one(chunk.delete()).answer is Answer.MISS and the_object(fake)
+    one.close()
+    two.close()
+
+
 def test_recovery_tells_whole_pages_and_owns_only_its_own(fake: FakeS3) -> None:
     one, two = rig(fake), rig(fake, installation="two")
     one.do([c.write() for c in chunks(7)])

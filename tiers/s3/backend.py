@@ -34,7 +34,7 @@ from kvd.tiers.base import (
     Recovered,
     Usage,
 )
-from kvd.tiers.s3.calls import Calls, PreconditionFailed
+from kvd.tiers.s3.calls import Calls, NotThere, PreconditionFailed
 from kvd.tiers.s3.config import S3Config, check, make_client
 from kvd.tiers.s3.guard import Guard
 from kvd.tiers.s3.objects import Body, crc32c, expected, folder, name_of, owner_of, receive
@@ -371,6 +371,9 @@ class S3Backend(Backend):
                         "GetObject", lambda: self._get_whole(name, into, deadline), deadline
                     )
                 return found
+            except NotThere:  # deleted behind our back: our accounts follow
+                self._vanished(name)
+                raise
             except PreconditionFailed:
                 continue  # it was replaced while its ranges came
             except _Broken as broken:
@@ -520,6 +523,12 @@ class S3Backend(Backend):
                 if name not in refused:
                     self._forget(name)
         return refused
+
+    def _vanished(self, name: str) -> None:
+        with self._lock:
+            if name in self._mine:
+                self._forget(name)
+                self._calls.notes["vanished"] += 1
 
     def _forget(self, name: str) -> None:
         if self._gone is not None:
