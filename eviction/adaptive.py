@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.eviction.base import Ghostly
 from kvd.eviction.crf import FAR
 from kvd.eviction.ghosts import Ghosts
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy, worth
@@ -91,6 +92,8 @@ class Adaptive(LeafPolicy):
 
     def touch(self, chain: Sequence[int], now: int) -> None:
         time = self._clock(now)
+        if self._late or self._over:
+            self._recall(chain)
         known, home, used, same_ns = len(self._home), self._home, self._used, self._same_ns
         fresh: list[int] = []
         again: list[int] = []
@@ -178,9 +181,14 @@ class Adaptive(LeafPolicy):
             self._score = self._columns_of[self._ruler]
             self._heaps, self._entry = self._heir_heaps, self._heir_entry
             self._heir_heaps, self._heir_entry = {}, array("d")
+            self._late.clear()  # all leaves are in the heaps
+            self._soon.clear()
+            self._over.clear()
 
     def _push_heir(self, chunk: int) -> None:
         score = self._columns_of[self._heir][chunk]
+        if self._heir_entry[chunk] == score:
+            return
         self._heir_entry[chunk] = score
         heappush(self._heir_heaps.setdefault(self._home[chunk], []), (score, chunk))
 
@@ -198,33 +206,32 @@ class Adaptive(LeafPolicy):
 
     # -- restart --------------------------------------------------------------------------------
 
+    def _kept(self) -> list[array[Any]]:
+        return self._columns_of
+
     def snapshot(self) -> dict[str, Any]:
-        ids = np.flatnonzero(np.frombuffer(self._home, dtype=np.int32) >= 0)
         return {
             **super().snapshot(),
             "half_ns": self._half_ns,
-            "experts": [
-                np.frombuffer(column)[ids].astype("<f8").tobytes() for column in self._columns_of
-            ],
             "ruler": self._ruler,
             "peak": self._peak,
             "bars": self._bars,
             "hits": self._hits,
             "judge_at": self._judge_at,
-            "ghosts": self._ghosts.snapshot(),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        if state.get("half_ns", self._half_ns) != self._half_ns:  # every S counts half-lives
+    def ghosts(self, begin: int, count: int) -> Ghostly | None:
+        return self._ghosts.part(begin, count)
+
+    def restore(self, state: dict[str, Any], ghosts: Ghostly, now: int) -> None:
+        if state["half_ns"] != self._half_ns:  # every S counts half-lives
             raise ValueError("snapshot was taken with other half-lives")
-        self._ruler = int(state["ruler"])
+        super().restore(state, ghosts, now)
+        self._ruler = range(len(self._half_ns))[int(state["ruler"])]
         self._score = self._columns_of[self._ruler]
-        super().restore(state)
-        ids = np.frombuffer(state["ids"], dtype="<i8")
-        for column, packed in zip(self._columns_of, state["experts"], strict=True):
-            if len(ids):
-                np.frombuffer(column)[ids] = np.frombuffer(packed, dtype="<f8")
         self._peak, self._judge_at = int(state["peak"]), int(state["judge_at"])
-        self._bars = [float(bar) for bar in state["bars"]]
-        self._hits = [float(hits) for hits in state["hits"]]
-        self._ghosts.restore(state["ghosts"])
+        for mine, told in ((self._bars, state["bars"]), (self._hits, state["hits"])):
+            mine[:] = [float(number) for number in told]
+            if len(mine) != len(self._half_ns):
+                raise ValueError("snapshot of another number of experts")
+        self._ghosts.restore(*ghosts)

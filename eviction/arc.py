@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.eviction.base import Ghostly
 from kvd.eviction.ghosts import Ghosts
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy
 from kvd.eviction.walk import Walk
@@ -69,8 +70,10 @@ class Arc(LeafPolicy):
         once, again = self._count.get(home, 0), self._count.get(home + 1, 0)
         share = self._target / max(self._len, 1)
         while True:
-            which = ONCE if once > share * (once + again) else AGAIN
-            chunk = walk.take_either(which, 1 - which)
+            chunk = walk.soon()
+            if chunk < 0:
+                which = ONCE if once > share * (once + again) else AGAIN
+                chunk = walk.take_either(which, 1 - which)
             if chunk < 0:
                 return
             if self._home[chunk] == home:
@@ -80,15 +83,22 @@ class Arc(LeafPolicy):
             yield chunk
 
     def coldness(self, queue: int, now: int) -> float | None:
-        chunk = next(self.victims(queue, now), -1)
-        return None if chunk < 0 else self.value(chunk, now)
+        return self._coldness_of(next(self.victims(queue, now), -1), now)
 
     def snapshot(self) -> dict[str, Any]:
-        ghosts = [ghosts.snapshot() for ghosts in self._ghosts]
-        return {**super().snapshot(), "target": self._target, "peak": self._peak, "ghosts": ghosts}
+        return {**super().snapshot(), "target": self._target, "peak": self._peak}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
+    def ghosts(self, begin: int, count: int) -> Ghostly | None:
+        """Those of T1, then those of T2; the number says of which."""
+        once, again = self._ghosts
+        second = begin >= once.places
+        told = again.part(begin - once.places, count) if second else once.part(begin, count)
+        return told and (told[0], np.full((len(told[0]), 1), float(second)))
+
+    def restore(self, state: dict[str, Any], ghosts: Ghostly, now: int) -> None:
+        super().restore(state, ghosts, now)
         self._target, self._peak = float(state["target"]), int(state["peak"])
-        for ghosts, kept in zip(self._ghosts, state["ghosts"], strict=True):
-            ghosts.restore(kept)
+        digests, lists = ghosts
+        for number, kept in enumerate(self._ghosts):
+            mine = digests[lists[:, 0] == number] if len(digests) else digests
+            kept.restore(mine, np.empty((len(mine), 0)))

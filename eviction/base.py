@@ -11,11 +11,13 @@ the root if nothing below it is left, so `touch` and `insert` get whole chains.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+Ghostly = tuple[NDArray[np.uint64], NDArray[np.float64]]  # digests, and a row of numbers for each
 
 
 class Policy(ABC):
@@ -44,21 +46,21 @@ class Policy(ABC):
         parents: NDArray[np.int64],
         queue: int,
         size: int,
-        ghost: Callable[[int], int],
+        ghosts: NDArray[np.uint64],
+        memory: NDArray[np.float64] | None = None,
     ) -> None:
         """Many chunks of one queue became resident at once, after a restart. `order`: coldest
-        first, each before its ancestors; `born`: when each was stored, ns; `parents` as for
-        `insert`; `ghost(chunk)` tells a chunk's digest. Pre: none of them is in the policy.
-        Without a faster way, they are inserted one by one in the order of their birth, ancestors
-        first among equals."""
+        first, each before its ancestors; `born`: when each was last used, ns; `parents` and
+        `ghosts` as for `insert`; `memory`: what an earlier life's `memory` told of each, a row of
+        NaN where it told nothing. Pre: none of them is in the policy. Without a faster way, they
+        are inserted one by one in the order of their birth, ancestors first among equals."""
         for n in np.lexsort((-np.arange(len(order)), born)).tolist():
-            chunk = int(order[n])
             self.insert(
-                chunk,
+                int(order[n]),
                 parent=int(parents[n]),
                 queue=queue,
                 size=size,
-                ghost=ghost(chunk),
+                ghost=int(ghosts[n]),
                 now=int(born[n]),
             )
 
@@ -73,10 +75,25 @@ class Policy(ABC):
         removed; the caller stops when it has enough and calls `forget` for what it took. The
         iterator is dead after any other call that changes the policy."""
 
+    def defer(self, chunks: Sequence[int], now: int) -> None:
+        """These candidates, in the order in which `victims` named them, may not go now: they are
+        leased, or being written. Post: those that have nothing below them are named behind all
+        others of their queue, until they are used, or their turn comes again as others are
+        evicted; so that a search meets each of them once, and evictions cost no more for many of
+        them. No use is counted. Without a better way, they count as used."""
+        self.touch(chunks[::-1], now)
+
+    def cool(self, chunks: Sequence[int], now: int) -> None:  # noqa: B027 - nothing is allowed
+        """These chunks, in order from leaf to root, are said not to be used again: a hint. Post:
+        those that have nothing below them are named before all others of their queue, until they
+        are used or something is stored below them. Nothing else is changed, for hints can be wrong.
+        A policy may do nothing."""
+
     @abstractmethod
     def coldness(self, queue: int, now: int) -> float | None:
         """A number that can be compared between queues: the smaller, the less the first victim
-        of this queue is worth keeping. None when the queue is empty."""
+        of this queue is worth keeping. 0 where that was cooled; infinite when nothing is left but
+        what was deferred. None when the queue is empty."""
 
     @abstractmethod
     def forget(self, chunk: int, *, evicted: bool) -> None:
@@ -91,10 +108,25 @@ class Policy(ABC):
     def __len__(self) -> int:
         """Resident chunks."""
 
-    @abstractmethod
-    def snapshot(self) -> dict[str, Any]:
-        """State as msgpack-able values; ids are the core's."""
+    # -- what a restart should not lose; ids change with it ---------------------------------------
 
-    @abstractmethod
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take up a snapshot. Pre: the policy is empty."""
+    def snapshot(self) -> dict[str, Any]:
+        """What was learned and belongs to no single chunk: values that msgpack knows, below a
+        megabyte, to be had at once."""
+        return {}
+
+    def memory(self, chunks: NDArray[np.int64]) -> NDArray[np.float64]:
+        """What is known of each of these chunks, finite numbers in rows of one width, which does
+        not change. Pre: they are here. A few thousand are asked for at a time."""
+        return np.empty((len(chunks), 0))
+
+    def ghosts(self, begin: int, count: int) -> Ghostly | None:
+        """What is remembered of evicted keys, some of it: at most `count`, from place `begin` on,
+        oldest first. None from the last place on."""
+        return None
+
+    def restore(self, state: dict[str, Any], ghosts: Ghostly, now: int) -> None:
+        """Take up what `snapshot` and `ghosts` told; `load` follows. Pre: the policy is empty.
+        Any exception where it does not hold: the caller takes a new policy then."""
+        if state:
+            raise ValueError(f"policy {self.name!r} keeps nothing over a restart")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.eviction.base import Ghostly
 from kvd.eviction.ghosts import Ghosts
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy, worth
 
@@ -53,6 +54,8 @@ class Crf(LeafPolicy):
 
     def touch(self, chain: Sequence[int], now: int) -> None:
         time = self._clock(now)
+        if self._late or self._over:
+            self._recall(chain)
         x, same_ns = time / self._half_ns, self._same_ns
         score, home, used = self._score, self._home, self._used
         known = len(home)
@@ -81,16 +84,14 @@ class Crf(LeafPolicy):
         return worth(self._peek(now) - self._score[chunk] * self._half_ns)
 
     def snapshot(self) -> dict[str, Any]:
-        return {
-            **super().snapshot(),
-            "half_ns": self._half_ns,
-            "peak": self._peak,
-            "ghosts": self._ghosts.snapshot(),
-        }
+        return {**super().snapshot(), "half_ns": self._half_ns, "peak": self._peak}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        if state.get("half_ns", self._half_ns) != self._half_ns:  # S counts half-lives
+    def ghosts(self, begin: int, count: int) -> Ghostly | None:
+        return self._ghosts.part(begin, count)
+
+    def restore(self, state: dict[str, Any], ghosts: Ghostly, now: int) -> None:
+        if state["half_ns"] != self._half_ns:  # S counts half-lives
             raise ValueError("snapshot was taken with another half-life")
-        super().restore(state)
+        super().restore(state, ghosts, now)
         self._peak = int(state["peak"])
-        self._ghosts.restore(state["ghosts"])
+        self._ghosts.restore(*ghosts)

@@ -8,10 +8,11 @@ the price is a wrong score, never a wrong byte.
 from __future__ import annotations
 
 from array import array
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvd.eviction.base import Ghostly
 
 MOST = 1 << 19
 
@@ -69,22 +70,31 @@ class Ghosts:
         """All numbers of the ring, [digests, width]; a few may be of digests taken since."""
         return np.frombuffer(self._values).reshape(len(self._digest), self._width)
 
-    def snapshot(self) -> list[Any]:
-        """Oldest first: [digests, values], little-endian bytes."""
+    def part(self, begin: int, count: int) -> Ghostly | None:
+        """Digests and numbers of some, oldest first, from place `begin` on; None from the last on.
+        Those that were taken meanwhile are left out."""
         size = len(self._digest)
-        order = [*range(self._hand, size), *range(min(self._hand, size))]
-        live = [p for p in order if self._place.get(self._digest[p]) == p]
-        digests = np.frombuffer(self._digest, dtype=np.uint64)[live] if size else np.empty(0, "<u8")
-        values = self.values()[live]
-        return [digests.astype("<u8").tobytes(), values.astype("<f8").tobytes()]
+        if begin >= size:
+            return None
+        places = (np.arange(begin, min(begin + count, size)) + self._hand) % size
+        digests = np.frombuffer(self._digest, np.uint64)[places]
+        pairs = zip(digests.tolist(), places.tolist(), strict=True)
+        live = np.array([self._place.get(digest) == place for digest, place in pairs], bool)
+        return digests[live], self.values()[places[live]]
 
-    def restore(self, state: list[Any]) -> None:
-        """Take up a snapshot. Pre: empty."""
-        digests = np.frombuffer(state[0], dtype="<u8").tolist()
-        values = np.frombuffer(state[1], dtype="<f8").tolist()
-        if len(values) != len(digests) * self._width:
-            raise ValueError("ghosts of another width")
-        self._digest = array("Q", digests)
-        self._values = array("d", values)
-        self._place = {d: i for i, d in enumerate(digests)}
+    @property
+    def places(self) -> int:
+        """Where parts end."""
+        return len(self._digest)
+
+    def restore(self, digests: NDArray[np.uint64], values: NDArray[np.float64]) -> None:
+        """Take up what parts told, in their order. Pre: empty. ValueError if it does not hold."""
+        if not len(digests):
+            return
+        if values.shape != (len(digests), self._width) or not np.isfinite(values).all():
+            raise ValueError("ghosts of another width, or without a number")
+        digests, values = digests[-MOST:], values[-MOST:]
+        self._digest = array("Q", digests.astype("<u8").tobytes())
+        self._values = array("d", values.astype("<f8").tobytes())
+        self._place = {d: i for i, d in enumerate(digests.tolist())}
         self._hand = len(digests)

@@ -4,7 +4,8 @@ The law of this module: only leaves are candidates. A chunk enters the order whe
 resident child has left, so a prefix goes from its leaves whatever the scores say. A score only
 rises between two visits (or is lowered through `_rescore`), so an entry in a heap is a lower bound
 and a touch costs no heap operation: a stale entry is put right when it reaches the top. The chunk
-inserted last is held back: it is named when nothing else is left.
+inserted last is held back: it is named when no other is left. What was named and may not go
+(`defer`) stands aside, out of the heaps, with its score, until a use or an eviction brings it back.
 
 Uses of a chunk less than `SAME_USE_S` apart are one use (correlated references; O'Neil, SIGMOD
 1993): a request touches its chain when it is looked up and again when it stores what was missing.
@@ -16,15 +17,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
-from math import nan
+from math import inf, isinf, nan
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.eviction.base import Policy
+from kvd.eviction.aside import Aside
+from kvd.eviction.base import Ghostly, Policy
 from kvd.eviction.walk import Walk
 
 ABSENT = -1
@@ -56,11 +58,16 @@ class LeafPolicy(Policy):
         self._kids = array("i")  # resident children, also of an id that is not here yet
         self._home = array("i")  # queue * _lists + list, or -1: not here
         self._score = array("d")
-        self._entry = array("d")  # score under which the chunk is in its heap; nan: it isn't
+        # score under which the chunk is in its heap; nan: it isn't; inf: it was deferred; -inf:
+        # it was cooled
+        self._entry = array("d")
         self._used = array("d")  # last use on our clock, ns
         self._digest = array("Q")
         self._heaps: dict[int, list[tuple[float, int]]] = {}
         self._count: dict[int, int] = {}  # chunks at a home
+        self._late = Aside()  # deferred
+        self._over: set[int] = set()  # cooled
+        self._soon = Aside()  # leaves of these that were not deferred
         self._newest = ABSENT
         self._len = 0
         self._origin: int | None = None  # the core's time at our time 0
@@ -99,6 +106,8 @@ class LeafPolicy(Policy):
     def _rescore(self, chunk: int, score: float) -> None:
         """Set a score that may be lower than before. Pre: resident."""
         self._score[chunk] = score
+        if isinf(self._entry[chunk]):
+            return
         if chunk != self._newest and not self._kids[chunk]:
             self._entry[chunk] = nan
             self._expose(chunk)
@@ -108,6 +117,8 @@ class LeafPolicy(Policy):
         self._count[self._home[chunk]] -= 1
         self._count[home] = self._count.get(home, 0) + 1
         self._home[chunk] = home
+        if isinf(self._entry[chunk]):
+            return
         self._entry[chunk] = nan
         if chunk != self._newest and not self._kids[chunk]:
             self._expose(chunk)
@@ -116,12 +127,16 @@ class LeafPolicy(Policy):
         """The chunk is a leaf: see that its heap has an entry for it."""
         if self._entry[chunk] == self._entry[chunk]:  # not nan: a lower bound is there
             return
+        if chunk in self._over:
+            self._entry[chunk] = -inf
+            self._soon.put(chunk, self._home[chunk] // self._lists)
+            return
         home, score = self._home[chunk], self._score[chunk]
         heap = self._heaps.get(home)
         if heap is None:
             heap = self._heaps[home] = []
         elif len(heap) > 2 * self._count[home] + _SLACK:
-            heap[:] = [(s, c) for s, c in heap if self._entry[c] == s and self._home[c] == home]
+            heap[:] = {(s, c) for s, c in heap if self._entry[c] == s and self._home[c] == home}
             heapify(heap)
         self._entry[chunk] = score
         heappush(heap, (score, chunk))
@@ -151,6 +166,32 @@ class LeafPolicy(Policy):
             return ABSENT
         return newest
 
+    def _rest(self, queue: int) -> int:
+        """The first of those that are named behind all others of their queue, or -1."""
+        held = self._held(queue)
+        return held if held >= 0 else self._late.first(queue)
+
+    def _recall(self, chain: Sequence[int]) -> None:
+        """What stood aside has been used: it is judged by its score again."""
+        for chunk in chain:
+            self._over.discard(chunk)
+            if self._late.take(chunk) or self._soon.take(chunk):
+                self._entry[chunk] = nan
+                self._expose(chunk)
+
+    def _return(self) -> None:
+        """The first of those that were deferred comes back to where it stood."""
+        chunk = self._late.first()
+        self._late.take(chunk)
+        self._entry[chunk] = nan
+        self._expose(chunk)
+
+    def _hot(self, parent: int) -> None:
+        """Something was stored below a chunk: it is no leaf, and does not stand aside."""
+        self._over.discard(parent)
+        if self._late.take(parent) or self._soon.take(parent):
+            self._entry[parent] = nan
+
     def resident(self, chunk: int) -> bool:
         """Whether the id is here now."""
         return 0 <= chunk < len(self._home) and self._home[chunk] >= 0
@@ -173,6 +214,8 @@ class LeafPolicy(Policy):
         if parent >= 0:
             self._parent_life[chunk] = self._life[parent]
             self._kids[parent] += 1
+            if self._late or self._over:
+                self._hot(parent)
         self._len += 1
         self._score[chunk] = self._first(chunk, ghost, size, time)
         if newest >= 0 and not self._kids[newest]:
@@ -186,7 +229,8 @@ class LeafPolicy(Policy):
         parents: NDArray[np.int64],
         queue: int,
         size: int,
-        ghost: Callable[[int], int],
+        ghosts: NDArray[np.uint64],
+        memory: NDArray[np.float64] | None = None,
     ) -> None:
         if not len(order):
             return
@@ -196,29 +240,55 @@ class LeafPolicy(Policy):
         # None before its descendants: an ancestor was used as late as they were.
         times = np.maximum.accumulate(born) - self._origin
         self._time = max(self._time, int(times[-1]))
-        home = queue * self._lists
-        np.frombuffer(self._home, np.int32)[order] = home
+        homes = np.frombuffer(self._home, np.int32)
+        homes[order] = queue * self._lists
         np.frombuffer(self._used)[order] = times
         np.frombuffer(self._entry)[order] = nan
         np.frombuffer(self._parent, np.int32)[order] = parents
-        np.frombuffer(self._digest, np.uint64)[order] = [ghost(chunk) for chunk in order.tolist()]
+        np.frombuffer(self._digest, np.uint64)[order] = ghosts
         linked = order[parents >= 0]
         above = parents[parents >= 0]
         lives = np.frombuffer(self._life, np.uint32)
         np.frombuffer(self._parent_life, np.uint32)[linked] = lives[above]
         np.add.at(np.frombuffer(self._kids, np.int32), above, 1)
-        self._count[home] = self._count.get(home, 0) + len(order)
         self._len += len(order)
         self._came(order, times)
+        if memory is not None:
+            self._recollect(order, memory, queue)
+        self._settled(order)
+        for home, count in zip(*np.unique(homes[order], return_counts=True), strict=True):
+            self._count[int(home)] = self._count.get(int(home), 0) + int(count)
         for chunk in order[np.frombuffer(self._kids, np.int32)[order] == 0].tolist():
             self._expose(chunk)
 
+    def _recollect(self, order: NDArray[np.int64], memory: NDArray[np.float64], queue: int) -> None:
+        """Put loaded chunks back where they stood, as far as that is known."""
+        kept = self._kept()
+        if memory.shape != (len(order), 2 + len(kept)):
+            raise ValueError(f"memory of shape {memory.shape} for {len(order)} chunks")
+        known = np.isfinite(memory).all(axis=1)
+        known &= (memory[:, 0] >= 0) & (memory[:, 0] < self._lists)
+        rows, some = order[known], memory[known]
+        home = queue * self._lists + some[:, 0].astype(np.int32)
+        np.frombuffer(self._home, np.int32)[rows] = home
+        np.frombuffer(self._used)[rows] = np.minimum(some[:, 1], self._time)
+        for column, values in zip(kept, some[:, 2:].T, strict=True):
+            into: NDArray[Any] = np.frombuffer(column, column.typecode)
+            if column.typecode != "d":
+                values = np.clip(values, 0, np.iinfo(into.dtype).max)
+            into[rows] = values.astype(into.dtype)
+
+    def _settled(self, chunks: NDArray[np.int64]) -> None:
+        """Many were loaded, and what is known of them has been put in place."""
+
     def _came(self, chunks: NDArray[np.int64], times: NDArray[np.int64]) -> None:
-        """Scores of many that became resident at once, without ghosts; they are in list 0."""
+        """Scores of many that became resident at once, of whom nothing is known; in list 0."""
         np.frombuffer(self._score)[chunks] = times
 
     def touch(self, chain: Sequence[int], now: int) -> None:
         time = self._clock(now)
+        if self._late or self._over:
+            self._recall(chain)
         home, used, same_ns = self._home, self._used, self._same_ns
         known = len(home)
         for chunk in chain:
@@ -230,6 +300,13 @@ class LeafPolicy(Policy):
         if not self.resident(chunk):
             return
         self._gone(chunk, evicted)
+        if chunk in self._over:
+            self._over.discard(chunk)
+            self._soon.take(chunk)
+        if self._late:
+            self._late.take(chunk)
+            if evicted and self._late:
+                self._return()
         if chunk == self._newest:
             self._newest = ABSENT
         self._count[self._home[chunk]] -= 1
@@ -246,14 +323,48 @@ class LeafPolicy(Policy):
 
     def victims(self, queue: int, now: int) -> Iterator[int]:
         walk = Walk(self, (queue * self._lists,))
-        while (chunk := walk.take(0)) >= 0 or (chunk := walk.last()) >= 0:
+        while True:
+            chunk = walk.soon()
+            if chunk < 0:
+                chunk = walk.take(0)
+            if chunk < 0:
+                chunk = walk.last()
+            if chunk < 0:
+                return
             yield chunk
 
+    def defer(self, chunks: Sequence[int], now: int) -> None:
+        for chunk in chunks:
+            if self.resident(chunk) and not self._kids[chunk]:
+                if chunk == self._newest:
+                    self._newest = ABSENT
+                self._soon.take(chunk)
+                self._entry[chunk] = inf
+                self._late.put(chunk, self._home[chunk] // self._lists)
+
+    def cool(self, chunks: Sequence[int], now: int) -> None:
+        for chunk in chunks:
+            if self.resident(chunk):
+                self._over.add(chunk)
+                if chunk == self._newest:
+                    self._newest = ABSENT
+                if not self._kids[chunk] and chunk not in self._late:
+                    self._entry[chunk] = nan
+                    self._expose(chunk)
+
     def coldness(self, queue: int, now: int) -> float | None:
-        chunk = self._top(queue * self._lists)
+        chunk = self._soon.first(queue)
         if chunk < 0:
-            chunk = self._held(queue)
-        return None if chunk < 0 else self.value(chunk, now)
+            chunk = self._top(queue * self._lists)
+        return self._coldness_of(chunk if chunk >= 0 else self._rest(queue), now)
+
+    def _coldness_of(self, first: int, now: int) -> float | None:
+        """Coldness of a queue with this first victim (-1: none)."""
+        if first < 0:
+            return None
+        if isinf(self._entry[first]):
+            return max(0.0, self._entry[first])
+        return self.value(first, now)
 
     def value(self, chunk: int, now: int) -> float:
         if not self.resident(chunk):
@@ -294,62 +405,24 @@ class LeafPolicy(Policy):
 
     # -- restart --------------------------------------------------------------------------------
 
-    def snapshot(self) -> dict[str, Any]:
-        """Columns of the resident chunks, little-endian; scores and time are our own."""
-        ids = np.flatnonzero(np.frombuffer(self._home, dtype=np.int32) >= 0).astype("<i8")
-        parents = np.frombuffer(self._parent, dtype=np.int32)[ids].astype("<i8")
-        lives = np.frombuffer(self._life, dtype=np.uint32)
-        known = np.frombuffer(self._parent_life, dtype=np.uint32)[ids]
-        parents[(parents >= 0) & (lives[parents] != known)] = ABSENT
-        return {
-            "policy": self.name,
-            "time": self._time,
-            "newest": self._newest,
-            "ids": ids.tobytes(),
-            "parent": parents.tobytes(),
-            **{name: self._column(name, ids).tobytes() for name in self._saved()},
-        }
+    def _kept(self) -> list[array[Any]]:
+        """The columns that `memory` tells besides the list and the last use."""
+        return [self._score]
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def snapshot(self) -> dict[str, Any]:
+        """Scores and time are our own."""
+        return {"policy": self.name, "time": self._time}
+
+    def memory(self, chunks: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[list, last use, score, ...] of each."""
+        lists = np.frombuffer(self._home, np.int32)[chunks] % self._lists
+        columns = [np.frombuffer(c, c.typecode)[chunks] for c in (self._used, *self._kept())]
+        return np.stack([lists, *columns], axis=1).astype(np.float64)
+
+    def restore(self, state: dict[str, Any], ghosts: Ghostly, now: int) -> None:
         if self._len:
             raise ValueError("restore needs an empty policy")
         if state.get("policy") != self.name:
             raise ValueError(f"snapshot of policy {state.get('policy')!r}, this is {self.name!r}")
-        self._time = int(state["time"])
-        ids = np.frombuffer(state["ids"], dtype="<i8")
-        parents = np.frombuffer(state["parent"], dtype="<i8")
-        if not len(ids):
-            return
-        if int(ids.min()) < 0:
-            raise ValueError("negative chunk id in a snapshot")
-        self._grow(int(max(ids.max(), parents.max())) + 1)
-        self._newest = int(state["newest"])
-        for name in self._saved():
-            column: array[Any] = getattr(self, name)
-            values = np.frombuffer(state[name], dtype=np.dtype(column.typecode).newbyteorder("<"))
-            if len(values) != len(ids):
-                raise ValueError(f"snapshot column {name} has {len(values)} of {len(ids)} values")
-            np.frombuffer(column, dtype=column.typecode)[ids] = values
-        for chunk, parent in zip(ids.tolist(), parents.tolist(), strict=True):
-            self._parent[chunk] = parent
-            if parent >= 0:
-                self._parent_life[chunk] = self._life[parent]
-                self._kids[parent] += 1
-        for chunk in ids.tolist():
-            home = self._home[chunk]
-            self._count[home] = self._count.get(home, 0) + 1
-            if not self._kids[chunk] and chunk != self._newest:
-                self._entry[chunk] = self._score[chunk]
-                self._heaps.setdefault(home, []).append((self._score[chunk], chunk))
-        for heap in self._heaps.values():
-            heapify(heap)
-        self._len = len(ids)
-
-    def _saved(self) -> tuple[str, ...]:
-        """Names of the columns that a snapshot holds."""
-        return ("_home", "_score", "_used", "_digest")
-
-    def _column(self, name: str, ids: NDArray[np.int64]) -> NDArray[Any]:
-        column: array[Any] = getattr(self, name)
-        values: NDArray[Any] = np.frombuffer(column, dtype=column.typecode)[ids]
-        return values.astype(values.dtype.newbyteorder("<"))
+        self._time = max(0, int(state["time"]))
+        self._origin = now - self._time  # the time in between is nobody's age

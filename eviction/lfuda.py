@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.eviction.base import Ghostly
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy
 
 
@@ -48,12 +49,12 @@ class Lfuda(LeafPolicy):
     def _columns(self) -> list[tuple[array[Any], float | int]]:
         return [*super()._columns(), (self._uses, 0)]
 
-    def _saved(self) -> tuple[str, ...]:
-        return (*super()._saved(), "_uses")
+    def _kept(self) -> list[array[Any]]:
+        return [self._score, self._uses]
 
     def snapshot(self) -> dict[str, Any]:
         return {**super().snapshot(), "age": self._age}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
+    def restore(self, state: dict[str, Any], ghosts: Ghostly, now: int) -> None:
+        super().restore(state, ghosts, now)
         self._age = float(state["age"])

@@ -3,17 +3,20 @@
 The law of this module: one list a queue, coldest first. A use moves a whole chain to the hot end,
 its leaf first and its root last, so that an ancestor is never colder than what hangs below it.
 Links stand in flat arrays (20 bytes a chunk); a use of one chunk costs a fixed number of steps.
+What was deferred is in no list; each eviction brings one back, to the cold end. A restart takes
+nothing with it: the order is that of the last uses, which the core knows.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.eviction.aside import Aside
 from kvd.eviction.base import Policy
 
 ABSENT = -1
@@ -28,10 +31,11 @@ class Lru(Policy):
     def __init__(self) -> None:
         self._colder = array("i")  # neighbour towards the cold end, or ABSENT
         self._hotter = array("i")
-        self._queue = array("i")  # ABSENT: not here
+        self._queue = array("i")  # ABSENT: not here; below that: deferred, see `_aside`
         self._used = array("q")  # last use, ns
         self._coldest: dict[int, int] = {}  # by queue; a queue without chunks has no entry
         self._hottest: dict[int, int] = {}
+        self._late = Aside()
         self._len = 0
 
     def insert(
@@ -52,7 +56,8 @@ class Lru(Policy):
         parents: NDArray[np.int64],
         queue: int,
         size: int,
-        ghost: Callable[[int], int],
+        ghosts: NDArray[np.uint64],
+        memory: NDArray[np.float64] | None = None,
     ) -> None:
         if not len(order):
             return
@@ -85,6 +90,10 @@ class Lru(Policy):
                 continue
             queue = queues[chunk]
             if queue < 0:
+                if queue < ABSENT:
+                    self._back(chunk)
+                    self._append(chunk, queues[chunk])
+                    used[chunk] = now
                 continue
             used[chunk] = now
             after = hotter[chunk]
@@ -108,15 +117,64 @@ class Lru(Policy):
         while chunk >= 0:
             yield chunk
             chunk = hotter[chunk]
+        yield from self._late.of(queue)
+
+    def defer(self, chunks: Sequence[int], now: int) -> None:
+        for chunk in chunks:
+            if 0 <= chunk < len(self._queue) and self._queue[chunk] != ABSENT:
+                queue = self._queue[chunk]
+                if queue < 0:
+                    queue = _aside(queue)
+                else:
+                    self._unlink(chunk, queue)
+                    self._queue[chunk] = _aside(queue)
+                self._late.put(chunk, queue)
+
+    def cool(self, chunks: Sequence[int], now: int) -> None:
+        for chunk in reversed(chunks):
+            if 0 <= chunk < len(self._queue) and self._queue[chunk] != ABSENT:
+                if self._queue[chunk] < 0:
+                    self._back(chunk)
+                else:
+                    self._unlink(chunk, self._queue[chunk])
+                self._prepend(chunk, self._queue[chunk])
 
     def coldness(self, queue: int, now: int) -> float | None:
         chunk = self._coldest.get(queue, ABSENT)
-        return None if chunk < 0 else self.value(chunk, now)
+        if chunk >= 0:
+            return self.value(chunk, now)
+        return inf if self._late.first(queue) >= 0 else None
 
     def forget(self, chunk: int, *, evicted: bool) -> None:
-        if not 0 <= chunk < len(self._queue) or self._queue[chunk] < 0:
+        if not 0 <= chunk < len(self._queue) or self._queue[chunk] == ABSENT:
             return
         queue = self._queue[chunk]
+        if queue < 0:
+            self._late.take(chunk)
+        else:
+            self._unlink(chunk, queue)
+        self._queue[chunk] = ABSENT
+        self._len -= 1
+        if evicted and self._late:
+            chunk = self._late.first()
+            self._back(chunk)
+            self._prepend(chunk, self._queue[chunk])
+
+    def value(self, chunk: int, now: int) -> float:
+        if not 0 <= chunk < len(self._queue) or self._queue[chunk] == ABSENT:
+            return 0.0
+        return 1.0 / (1.0 + max(0, now - self._used[chunk]) / _NS)
+
+    def __len__(self) -> int:
+        return self._len
+
+    def _back(self, chunk: int) -> None:
+        """A deferred chunk is no longer; the caller puts it into its queue's list."""
+        self._late.take(chunk)
+        self._queue[chunk] = _aside(self._queue[chunk])
+
+    def _unlink(self, chunk: int, queue: int) -> None:
+        """Take a chunk out of its list."""
         before, after = self._colder[chunk], self._hotter[chunk]
         if before >= 0:
             self._hotter[before] = after
@@ -130,38 +188,16 @@ class Lru(Policy):
             self._hottest[queue] = before
         else:
             del self._hottest[queue]
-        self._queue[chunk] = ABSENT
-        self._len -= 1
 
-    def value(self, chunk: int, now: int) -> float:
-        if not 0 <= chunk < len(self._queue) or self._queue[chunk] < 0:
-            return 0.0
-        return 1.0 / (1.0 + max(0, now - self._used[chunk]) / _NS)
-
-    def __len__(self) -> int:
-        return self._len
-
-    def snapshot(self) -> dict[str, Any]:
-        """Ids of each queue, coldest first, and their last uses; little-endian i64."""
-        queues = []
-        for queue in sorted(self._coldest):
-            ids = np.fromiter(self.victims(queue, 0), "<i8")
-            used = np.array([self._used[chunk] for chunk in ids.tolist()], "<i8")
-            queues.append([queue, ids.tobytes(), used.tobytes()])
-        return {"policy": self.name, "queues": queues}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        if self._len:
-            raise ValueError("restore needs an empty policy")
-        if state.get("policy") != self.name:
-            raise ValueError(f"snapshot of policy {state.get('policy')!r}, this is {self.name!r}")
-        for queue, packed, used in state["queues"]:
-            ids = np.frombuffer(packed, "<i8").tolist()
-            times = np.frombuffer(used, "<i8").tolist()
-            if len(ids) != len(times) or any(chunk < 0 for chunk in ids):
-                raise ValueError(f"snapshot of queue {queue} does not hold")
-            for chunk, time in zip(ids, times, strict=True):
-                self.insert(chunk, parent=ABSENT, queue=queue, size=0, ghost=0, now=time)
+    def _prepend(self, chunk: int, queue: int) -> None:
+        """Put a chunk that is in no list at the cold end of one."""
+        first = self._coldest.get(queue, ABSENT)
+        if first < 0:
+            self._append(chunk, queue)
+            return
+        self._colder[chunk], self._hotter[chunk] = ABSENT, first
+        self._colder[first] = chunk
+        self._coldest[queue] = chunk
 
     def _append(self, chunk: int, queue: int) -> None:
         """Put a chunk that is in no list at the hot end of one."""
@@ -182,3 +218,8 @@ class Lru(Policy):
         self._hotter.extend(array("i", [ABSENT]) * more)
         self._queue.extend(array("i", [ABSENT]) * more)
         self._used.extend(array("q", [0]) * more)
+
+
+def _aside(queue: int) -> int:
+    """What stands in place of a queue while a chunk is deferred, and back."""
+    return -2 - queue

@@ -42,7 +42,7 @@ def factory(spec: str, load: Load | None = None) -> Callable[[], Policy]:
     made = partial(_find(name, load), **_options(name, options))
     try:
         made()
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         raise ConfigError(f"policy {spec!r}: {error}") from error
     return made
 
@@ -69,7 +69,7 @@ def _find(name: str, load: Load | None) -> type[Policy]:
         raise ConfigError(f"eviction policy {name!r}: dotted paths are not accepted here")
     try:
         found = getattr(load(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # the module is not ours
         raise ConfigError(f"eviction policy {name!r} can't be imported: {error}") from error
     if not isinstance(found, type) or not issubclass(found, Policy) or inspect.isabstract(found):
         raise ConfigError(f"eviction policy {name!r} is no class that fulfils Policy")

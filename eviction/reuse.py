@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.eviction.base import Ghostly
 from kvd.eviction.ghosts import Ghosts
 from kvd.eviction.leaves import ABSENT, SAME_USE_S, LeafPolicy, worth
 from kvd.eviction.odds import BINS, Odds, bin_of, bins_of
@@ -77,12 +78,12 @@ class Reuse(LeafPolicy):
     def _came(self, chunks: NDArray[np.int64], times: NDArray[np.int64]) -> None:
         super()._came(chunks, times)
         self._peak = max(self._peak, self._len)
+
+    def _settled(self, chunks: NDArray[np.int64]) -> None:
         had = chunks[np.frombuffer(self._kids, np.int32)[chunks] > 0]
-        if len(had):
-            home = self._home[int(had[0])]
-            np.frombuffer(self._home, np.int32)[had] = home + 1
-            self._count[home] -= len(had)
-            self._count[home + 1] = self._count.get(home + 1, 0) + len(had)
+        np.frombuffer(self._home, np.int32)[had] |= 1
+        scores = np.frombuffer(self._score)
+        scores[chunks] = np.minimum(scores[chunks], self._time)  # ages are not below 0
 
     def _use(self, chunk: int, time: int, same: bool) -> None:
         if not same:
@@ -137,6 +138,8 @@ class Reuse(LeafPolicy):
         """The first victim, or -1."""
         if self._due <= 0:
             self._refresh(time)
+        if (cool := self._soon.first(queue)) >= 0:
+            return cool
         base, best, least = queue * self._lists, ABSENT, 0.0
         for home in range(base, base + self._lists):
             if self._count.get(home):
@@ -145,7 +148,7 @@ class Reuse(LeafPolicy):
                     value = self._worth(chunk, time)
                     if best < 0 or value < least:
                         best, least = chunk, value
-        return best if best >= 0 else self._held(queue)
+        return best if best >= 0 else self._rest(queue)
 
     def victims(self, queue: int, now: int) -> Iterator[int]:
         time = self._peek(now)
@@ -156,6 +159,10 @@ class Reuse(LeafPolicy):
         base = queue * self._lists
         walk = Walk(self, tuple(range(base, base + self._lists)))
         while True:
+            if (chunk := walk.soon()) >= 0:
+                if chunk != first:
+                    yield chunk
+                continue
             which, least = ABSENT, 0.0
             for n in range(self._lists):
                 chunk = walk.peek(n)
@@ -170,8 +177,7 @@ class Reuse(LeafPolicy):
                 yield chunk
 
     def coldness(self, queue: int, now: int) -> float | None:
-        chunk = self._best(queue, self._peek(now))
-        return None if chunk < 0 else self.value(chunk, now)
+        return self._coldness_of(self._best(queue, self._peek(now)), now)
 
     def value(self, chunk: int, now: int) -> float:
         return self._worth(chunk, self._peek(now)) if self.resident(chunk) else 0.0
@@ -186,18 +192,28 @@ class Reuse(LeafPolicy):
             "age_out": self._age_out,
             "hits": array("d", [n for row in self._odds.hits for n in row]).tobytes(),
             "ends": array("d", [n for row in self._odds.ends for n in row]).tobytes(),
-            "ghosts": self._ghosts.snapshot(),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
-        self._peak, self._evicted = int(state["peak"]), int(state["evicted"])
-        self._age_out = float(state["age_out"])
+    def ghosts(self, begin: int, count: int) -> Ghostly | None:
+        return self._ghosts.part(begin, count)
+
+    def restore(self, state: dict[str, Any], ghosts: Ghostly, now: int) -> None:
+        super().restore(state, ghosts, now)
+        self._peak, self._evicted = int(state["peak"]), max(0, int(state["evicted"]))
+        self._age_out = max(1e6, float(state["age_out"]))
         self._odds.hits = _table(state["hits"], self._lists)
         self._odds.ends = _table(state["ends"], self._lists)
-        self._ghosts.restore(state["ghosts"])
+        digests, values = ghosts
+        if len(digests):
+            values = values.copy()
+            values[:, 0] = np.minimum(values[:, 0], self._time)
+            values[:, 1] = np.clip(values[:, 1].astype(int), 0, self._lists - 1)
+            self._ghosts.restore(digests, values)
 
 
 def _table(packed: bytes, rows: int) -> list[list[float]]:
-    table: list[list[float]] = np.frombuffer(packed, "<f8").reshape(rows, BINS).tolist()
-    return table
+    table = np.frombuffer(packed, "<f8").reshape(rows, BINS)
+    if not (np.isfinite(table).all() and (table >= 0.0).all()):
+        raise ValueError("a life table with something else than counts in it")
+    counts: list[list[float]] = table.tolist()
+    return counts

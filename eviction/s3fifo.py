@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.eviction.base import Ghostly
 from kvd.eviction.ghosts import Ghosts
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy
 from kvd.eviction.walk import Walk
@@ -63,13 +64,15 @@ class S3Fifo(LeafPolicy):
     def _settle(self, queue: int, now: int) -> int:
         """Give the rounds that uses have bought, until the first victim is one; -1 if none."""
         home = queue * 2
+        if (cool := self._soon.first(queue)) >= 0:
+            return cool
         while True:
             which = self._which(self._count.get(home, 0), self._count.get(home + 1, 0))
             chunk = self._top(home + which)
             if chunk < 0:
                 chunk = self._top(home + 1 - which)
             if chunk < 0:
-                return self._held(queue)
+                return self._rest(queue)
             if not self._uses[chunk]:
                 return chunk
             time = self._clock(now)
@@ -94,8 +97,10 @@ class S3Fifo(LeafPolicy):
         walk = Walk(self, (home, home + 1), veto=lambda chunk: self._uses[chunk] > 0)
         small, main = self._count.get(home, 0), self._count.get(home + 1, 0)
         while True:
-            which = self._which(small, main)
-            chunk = walk.take_either(which, 1 - which)
+            chunk = walk.soon()
+            if chunk < 0:
+                which = self._which(small, main)
+                chunk = walk.take_either(which, 1 - which)
             if chunk < 0:
                 return
             if self._home[chunk] == home:
@@ -105,19 +110,21 @@ class S3Fifo(LeafPolicy):
             yield chunk
 
     def coldness(self, queue: int, now: int) -> float | None:
-        chunk = self._settle(queue, now)
-        return None if chunk < 0 else self.value(chunk, now)
+        return self._coldness_of(self._settle(queue, now), now)
 
     def _columns(self) -> list[tuple[array[Any], float | int]]:
         return [*super()._columns(), (self._uses, 0)]
 
-    def _saved(self) -> tuple[str, ...]:
-        return (*super()._saved(), "_uses")
+    def _kept(self) -> list[array[Any]]:
+        return [self._score, self._uses]
 
     def snapshot(self) -> dict[str, Any]:
-        return {**super().snapshot(), "peak": self._peak, "ghosts": self._ghosts.snapshot()}
+        return {**super().snapshot(), "peak": self._peak}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
+    def ghosts(self, begin: int, count: int) -> Ghostly | None:
+        return self._ghosts.part(begin, count)
+
+    def restore(self, state: dict[str, Any], ghosts: Ghostly, now: int) -> None:
+        super().restore(state, ghosts, now)
         self._peak = int(state["peak"])
-        self._ghosts.restore(state["ghosts"])
+        self._ghosts.restore(*ghosts)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Protocol
 
+from kvd.eviction.aside import Aside
+
 _RESOLVED = -1  # in place of a position in the heap: this is the chunk's score now
 
 
@@ -23,6 +25,10 @@ class Forest(Protocol):
     _entry: array[float]
     _heaps: dict[int, list[tuple[float, int]]]
     _newest: int
+    _late: Aside
+    _soon: Aside
+    _over: set[int]
+    _lists: int
 
     def _top(self, home: int) -> int: ...
 
@@ -33,7 +39,8 @@ class Walk:
     """One pass over the lists of a queue as if what was named had gone: nothing is changed.
 
     A parent joins when its last resident child has been named. `veto(chunk)` true: the chunk is
-    kept for the end of its list.
+    kept for the end of its list. Before all lists stands what was cooled, behind them what was
+    deferred.
     """
 
     def __init__(
@@ -45,6 +52,7 @@ class Walk:
         self._policy = policy
         self._homes = homes
         self._veto = veto
+        self._joined: set[int] = set()  # an entry may stand in a heap twice
         self._left: dict[int, int] = {}  # parent -> children not named yet
         self._late: list[list[int]] = [[] for _ in homes]
         self._front: list[list[tuple[float, int, int]]] = [[] for _ in homes]
@@ -56,10 +64,21 @@ class Walk:
         newest = policy._newest
         held = newest >= 0 and policy._home[newest] in homes and not policy._kids[newest]
         self._last = newest if held else -1
+        self._cool = iter(policy._soon.of(homes[0] // policy._lists))
+        self._cooler: list[int] = []  # whose last child has been named
+        self._deferred = iter(policy._late.of(homes[0] // policy._lists))
+
+    def soon(self) -> int:
+        """What was cooled, each once, or -1."""
+        chunk = self._cooler.pop() if self._cooler else next(self._cool, -1)
+        return self._named(chunk) if chunk >= 0 else -1
 
     def last(self) -> int:
-        """What is held back until nothing else is left, once, or -1."""
+        """What is named when nothing else is left, each once, or -1."""
         chunk, self._last = self._last, -1
+        if chunk >= 0:
+            return self._named(chunk)
+        chunk = next(self._deferred, -1)
         return self._named(chunk) if chunk >= 0 else -1
 
     def peek(self, which: int) -> int:
@@ -99,6 +118,9 @@ class Walk:
         return chunk if chunk >= 0 else self.last()
 
     def _join(self, chunk: int, which: int) -> None:
+        if chunk in self._joined:
+            return
+        self._joined.add(chunk)
         if self._veto is not None and self._veto(chunk):
             self._late[which].append(chunk)
         else:
@@ -110,6 +132,10 @@ class Walk:
         if parent >= 0:
             left = self._left.get(parent, policy._kids[parent]) - 1
             self._left[parent] = left
-            if not left and policy._home[parent] in self._homes:
+            if left or policy._home[parent] not in self._homes:
+                pass
+            elif parent in policy._over:
+                self._cooler.append(parent)
+            else:
                 self._join(parent, self._homes.index(policy._home[parent]))
         return chunk

@@ -29,13 +29,14 @@ FOLDERS = {
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "chunk": set(),
+    "fair": set(),
     "eviction": {"chunk"},
     "telemetry": set(),
     "wire": {"chunk"},
     "arena": {"chunk"},
     "blend": {"chunk"},
-    "tiers": {"chunk"},
-    "core": {"chunk", "eviction", "telemetry"},
+    "tiers": {"chunk", "fair"},
+    "core": {"chunk", "eviction", "fair", "telemetry"},
     "client": {"wire", "chunk", "arena"},
     "server": {"core", "tiers", "telemetry", "eviction", "wire", "chunk", "arena"},
     "connectors": {"client", "wire", "chunk", "blend"},
@@ -48,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
 }
 
 # All that the pure rooms may import besides kvd: no sockets, files, threads, clocks, no chance.
-PURE = {"core", "eviction", "chunk", "telemetry"}
+PURE = {"core", "eviction", "chunk", "fair", "telemetry"}
 PURE_IMPORTS = {
     "__future__",
     "abc",

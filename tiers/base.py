@@ -116,6 +116,14 @@ class State(Enum):
 # -- jobs ---------------------------------------------------------------------------------------
 
 
+class Use(Enum):
+    """What a read is for. Within one tier, the first goes first."""
+
+    LOAD = "load"  # an engine waits for it
+    SCRUB = "scrub"  # to see whether it holds
+    PREFETCH = "prefetch"  # somebody may ask for it
+
+
 class Write(NamedTuple):
     """Put a chunk's shard down. Pre: `header` is SEALED and READY with `length` = len(source);
     the source does not change until the completion; nothing is known here under this key.
@@ -126,6 +134,7 @@ class Write(NamedTuple):
     header: ChunkHeader
     source: Buffer
     deadline: int = NEVER
+    tenant: bytes = b""  # whose share of the bandwidth it takes; empty: the key's namespace
 
 
 class Read(NamedTuple):
@@ -137,6 +146,8 @@ class Read(NamedTuple):
     place: Place
     into: Buffer
     deadline: int = NEVER
+    tenant: bytes = b""
+    use: Use = Use.LOAD
 
 
 class Delete(NamedTuple):
@@ -147,6 +158,7 @@ class Delete(NamedTuple):
     key: Key
     place: Place
     deadline: int = NEVER
+    tenant: bytes = b""
 
 
 class Probe(NamedTuple):
@@ -298,9 +310,15 @@ class Tier(ABC):
 
     @abstractmethod
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Hand jobs over: each gets exactly one completion, later or at once. Reads go before
-        writes; jobs of one kind start in the order given. Deletes that stand together may be
+        """Hand jobs over: each gets exactly one completion, later or at once. Loads go first,
+        then deletes, writes, scrubs and prefetches, but none starves; among tenants by weight;
+        jobs of one kind and tenant start in the order given. Deletes that stand together may be
         carried out together. Never raises, whatever the tier's state."""
+
+    @abstractmethod
+    def set_weight(self, tenant: bytes, weight: float) -> None:
+        """A tenant's share of the tier's bandwidth, against the others that want some; 1 until it
+        is set. `tenant`: the digest of its namespace. Pre: weight > 0."""
 
     @abstractmethod
     def cost(self, length: int) -> int:

@@ -5,8 +5,7 @@ never while a backend may still touch its buffer. Workers run jobs; one watch th
 happen although all workers hang: it expires what is queued, puts spare workers beside stuck ones,
 and sends a probe when an open breaker's pause is over, so that a tier heals without traffic.
 
-Here, and only here, bytes are judged: a read is OK only after its record named the key and its
-digest held over the caller's buffer; a write begins only if its source holds its own digest.
+Which job is next is decided in tiers/waiting.py, what its bytes are worth in tiers/crossing.py.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvd.chunk import ChunkHeader, HeaderFlag, payload_digest
-from kvd.chunk import State as RecordState
 from kvd.errors import ConfigError
 from kvd.tiers.backend import Backend, Refused, failed
 from kvd.tiers.base import (
@@ -30,7 +27,6 @@ from kvd.tiers.base import (
     Completions,
     Delete,
     Job,
-    Key,
     Place,
     Probe,
     ProbeReport,
@@ -44,7 +40,9 @@ from kvd.tiers.base import (
     Write,
 )
 from kvd.tiers.breaker import Breaker, BreakerConfig, BreakerState
+from kvd.tiers.crossing import Crossing
 from kvd.tiers.meter import Meter
+from kvd.tiers.waiting import BEHIND, Waiting, line_of
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +51,8 @@ SECOND = 1_000 * MS
 
 
 class PoolConfig(NamedTuple):
-    """`workers` jobs run at a time, `writers` of them at most are writes, so that a load never
-    waits behind a whole batch of demotions."""
+    """`workers` jobs run at a time; `writers` of them at most are writes, scrubs or prefetches, so
+    that a load never waits behind a whole batch of demotions."""
 
     workers: int = 4
     writers: int = 3
@@ -115,11 +113,11 @@ class PooledTier(Tier):
         self._opening = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._watch = threading.Condition(self._lock)
-        self._queues: dict[type, deque[Job]] = {k: deque() for k in _KINDS}
+        self._waiting = Waiting(backend.delete_batch)
         self._heals: deque[_Heal] = deque()
         self._workers: list[_Worker] = []
         self._watcher: threading.Thread | None = None
-        self._writing = 0
+        self._behind = 0  # jobs that run although they are behind loads
         self._running = 0  # jobs
         self._number = 0
         self._started = self._closed = False
@@ -128,6 +126,7 @@ class PooledTier(Tier):
         self._write_breaker = Breaker(config.breaker)
         self._report = ProbeReport("?", "not started")
         self.meter = Meter()
+        self._crossing = Crossing(name, backend, self.meter, clock, config.verify_source)
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -164,9 +163,7 @@ class PooledTier(Tier):
             if self._closed:
                 return
             self._closed = True
-            left = [job for queue in self._queues.values() for job in queue]
-            for queue in self._queues.values():
-                queue.clear()
+            left = self._waiting.drop()
             self._heals.clear()
             self._work.notify_all()
             self._watch.notify_all()
@@ -211,11 +208,15 @@ class PooledTier(Tier):
                 if self._closed or not self._started or not self._may(type(job), now):
                     refused.append(job)
                 else:
-                    self._queues[type(job)].append(job)
+                    self._waiting.put(job)
             self._work.notify(len(jobs) - len(refused))
             self._watch.notify()
         for job in refused:
             self._complete(job, Answer.OFF, detail=self._why_off(type(job)))
+
+    def set_weight(self, tenant: bytes, weight: float) -> None:
+        with self._lock:
+            self._waiting.set_weight(tenant, weight)
 
     def _may(self, kind: type, now: int) -> bool:
         """Whether a job of this kind may be queued: one that would be answered OFF later need not
@@ -258,8 +259,8 @@ class PooledTier(Tier):
                     self._work.wait()
                     task = self._next()
                 jobs = [] if isinstance(task, _Heal) else task
-                writing = sum(type(job) is Write for job in jobs)
-                self._writing += writing
+                behind = sum(line_of(job) in BEHIND for job in jobs)
+                self._behind += behind
                 self._running += len(jobs)
                 worker.since = self._clock()
                 worker.deadline = min((job.deadline for job in jobs), default=NEVER)
@@ -272,24 +273,17 @@ class PooledTier(Tier):
                     self._run(task)
             finally:
                 with self._lock:
-                    self._writing -= writing
+                    self._behind -= behind
                     self._running -= len(jobs)
                     self.meter.end(self._clock())
-                    if writing:
+                    if behind:
                         self._work.notify()
 
     def _next(self) -> _Task | None:
         """Pre: the lock is held."""
         if self._heals:
             return self._heals.popleft()
-        for kind in (Probe, Read, Delete):
-            queue = self._queues[kind]
-            if queue:
-                take = self.backend.delete_batch if kind is Delete else 1
-                return [queue.popleft() for _ in range(min(take, len(queue)))]
-        if self._queues[Write] and self._writing < self._config.writers:
-            return [self._queues[Write].popleft()]
-        return None
+        return self._waiting.take(behind=self._behind < self._config.writers) or None
 
     def _run(self, jobs: list[Job]) -> None:
         now = self._clock()
@@ -312,7 +306,7 @@ class PooledTier(Tier):
                 self._complete(job, Answer.OFF, detail=self._why_off(kind))
             return
         try:
-            completions = self._carry_out(kind, ready)
+            completions = self._crossing.carry_out(ready)
         except Refused as refused:
             completions = [self._refusal(job, refused) for job in ready]
         except Exception as error:
@@ -323,55 +317,6 @@ class PooledTier(Tier):
         self._judge(kind, completions)
         for done in completions:
             self._finish(done._replace(elapsed_ns=elapsed))
-
-    def _carry_out(self, kind: type, jobs: list[Job]) -> list[Completion]:
-        job = jobs[0]
-        if isinstance(job, Write):
-            return [self._write(job)]
-        if isinstance(job, Read):
-            return [self._read(job)]
-        deletes = [job for job in jobs if isinstance(job, Delete)]
-        answers = self.backend.delete(
-            [(job.key, job.place) for job in deletes], min(job.deadline for job in deletes)
-        )
-        return [Completion(job, answer) for job, answer in zip(deletes, answers, strict=True)]
-
-    def _write(self, job: Write) -> Completion:
-        header, source = job.header, memoryview(job.source).cast("B")
-        if header.length != len(source) or not header.flags & HeaderFlag.SEALED:
-            return Completion(
-                job, Answer.CORRUPT, detail="the record is not sealed, or of another length"
-            )
-        if self.backend.room(header.length) < 0:
-            return Completion(
-                job,
-                Answer.TOO_LARGE,
-                detail=f"{header.length} bytes can never fit into {self.name}",
-            )
-        if self._config.verify_source and payload_digest(source) != header.digest:
-            return Completion(job, Answer.CORRUPT, detail="the source does not match its digest")
-        ready = header._replace(state=RecordState.READY)
-        stored = self.backend.put(Key.of(header), ready, source, job.deadline)
-        answer = Answer.EXISTS if stored.existed else Answer.OK
-        return Completion(job, answer, place=stored.place, nbytes=len(source))
-
-    def _read(self, job: Read) -> Completion:
-        into = memoryview(job.into).cast("B")
-        problem = ""
-        for attempt in range(self.backend.attempts):
-            if attempt and self._clock() >= job.deadline:
-                break
-            found = self.backend.get(job.key, job.place, into, job.deadline)
-            problem = _mismatch(job.key, found.header, into)
-            if not problem:
-                if attempt:
-                    self.meter.count("mended_reads")
-                return Completion(job, Answer.OK, header=found.header, nbytes=len(into))
-            self.meter.count("mismatched_reads")
-        self.backend.quarantine(job.key, job.place, found.version)
-        self.meter.count("quarantined")
-        log.error("tier %s: chunk %s is quarantined: %s", self.name, job.key.chunk.hex(), problem)
-        return Completion(job, Answer.CORRUPT, detail=problem)
 
     def _probe(self, job: Job) -> None:
         now = self._clock()
@@ -412,10 +357,7 @@ class PooledTier(Tier):
             else:
                 breaker.abandon()
             if breaker.opened > before:
-                kinds = (Read,) if kind is Read else (Write, Delete)
-                for other in kinds:
-                    opened += self._queues[other]
-                    self._queues[other].clear()
+                opened = self._waiting.drop(*((Read,) if kind is Read else (Write, Delete)))
                 self._watch.notify()
         if opened or breaker.opened > before:
             log.warning(
@@ -472,11 +414,7 @@ class PooledTier(Tier):
                 if self._closed:
                     return
                 now = self._clock()
-                for kind, queue in self._queues.items():
-                    late = [job for job in queue if job.deadline <= now]
-                    if late:
-                        expired += late
-                        self._queues[kind] = deque(job for job in queue if job.deadline > now)
+                expired += self._waiting.expire(now)
                 stuck = self._stuck(now)
                 for _ in range(
                     self._config.workers + min(stuck, self._config.spares) - len(self._workers)
@@ -497,7 +435,7 @@ class PooledTier(Tier):
 
     def _pause(self, now: int) -> float | None:
         """Seconds until there is something to watch; None: until told. Pre: the lock is held."""
-        if self._running or any(self._queues.values()):
+        if self._running or self._waiting:
             return 0.05
         waits = [
             b.until - now
@@ -574,19 +512,6 @@ _PERMANENT = {
 
 def _as_refused(error: Refused | ConfigError) -> Refused:
     return error if isinstance(error, Refused) else failed(Reason.OTHER, str(error))
-
-
-def _mismatch(key: Key, header: ChunkHeader, into: memoryview) -> str:
-    """What does not hold of a chunk that was read; empty if all does."""
-    if Key.of(header) != key:
-        return "the record that lies there names another chunk"
-    if header.state != RecordState.READY or not header.flags & HeaderFlag.SEALED:
-        return "the record that lies there is not of a finished chunk"
-    if header.length != len(into):
-        return f"the record names {header.length} bytes, {len(into)} were asked"
-    if payload_digest(into) != header.digest:
-        return "the payload does not match its digest"
-    return ""
 
 
 __all__ = ["NOWHERE", "PoolConfig", "PooledTier"]

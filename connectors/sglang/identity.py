@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from kvd.chunk import KVSpec, ShardSpec, canonical_pairs
+from kvd.connectors.checkpoint import weights_of
 from kvd.connectors.sglang.config import Options
 from kvd.connectors.sglang.pages import PageTable
-from kvd.connectors.vllm.checkpoint import weights_of
 from kvd.errors import SpecError
 
 __all__ = ["server_facts", "shard_of", "spec_of", "weight_version"]
 
 _ADVICE = 'in --hicache-storage-backend-extra-config set "weights" to a name that changes with them'
+
+_ADAPTER_ADVICE = "load it while SGLang runs (/load_lora_adapter), or name a local folder"
 
 # Fields of SGLang's ServerArgs that change KV and are no weights. As they were given: "auto" on two
 # engines means the same only for the same checkpoint on the same kind of device, and then it does.
@@ -138,11 +140,7 @@ def _weights(path: str, facts: Mapping[str, Any]) -> str:
     if facts.get("custom_weight_loader"):
         raise SpecError(f"weights of a custom_weight_loader have no identity: {_ADVICE}")
     commit = None if Path(path).exists() else _commit(path, facts.get("revision"))
-    try:
-        return weights_of(path, commit, str(facts.get("load_format") or "auto"))
-    except SpecError as error:
-        told, _, _ = str(error).rpartition(": set ")
-        raise SpecError(f"{told or error}: {_ADVICE}") from error
+    return weights_of(path, commit, str(facts.get("load_format") or "auto"), _ADVICE)
 
 
 def _commit(repository: str, revision: Any) -> str | None:
@@ -168,10 +166,9 @@ def _adapters(paths: Any) -> str:
         path = str(told).rpartition("=")[2]
         commit = None if Path(path).exists() else _commit(path, None)
         try:
-            weights = weights_of(path, commit, "auto")
+            weights = weights_of(path, commit, "auto", _ADAPTER_ADVICE)
         except SpecError as error:
-            raise SpecError(f"the adapter {path} has no identity: load it while SGLang runs "
-                            "(/load_lora_adapter), or name a local folder") from error  # fmt: skip
+            raise SpecError(f"the adapter {path} has no identity: {error}") from error
         root.update(f"{name}\0{path}\0{weights}\n".encode())
         found = True
     return root.hexdigest() if found else ""

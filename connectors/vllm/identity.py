@@ -16,13 +16,15 @@ from dataclasses import replace
 from typing import Any
 
 from kvd.chunk import KVSpec, ShardSpec, canonical_pairs
-from kvd.connectors.vllm.checkpoint import weights_of
+from kvd.connectors.checkpoint import weights_of
 from kvd.connectors.vllm.config import Options
 from kvd.connectors.vllm.keys import REQUIRED_HASH
 from kvd.connectors.vllm.metadata import RankShape
 from kvd.errors import ConfigError, SpecError
 
 __all__ = ["check_engine", "check_hashing", "group_secret", "other_seeds", "spec_of"]
+
+_ADVICE = 'set "weights" in kv_connector_extra_config to a name that changes with them'
 
 # RoPE whose frequencies do not depend on how long an engine lets a sequence become.
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "none", "mrope")
@@ -80,7 +82,10 @@ def spec_of(
     _check_ranks(config, ranks)
     text = model.hf_config.get_text_config()
     weights = options.weights or weights_of(
-        str(model.model), getattr(model.hf_config, "_commit_hash", None), _load_format(config)
+        str(model.model),
+        getattr(model.hf_config, "_commit_hash", None),
+        _load_format(config),
+        _ADVICE,
     )
     shapes = [ranks[key] for key in sorted(ranks)]
     rope = _rope(text, model)

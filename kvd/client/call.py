@@ -27,8 +27,8 @@ from kvd.wire.messages import (
 from kvd.wire.ops import FrameFlag
 
 if TYPE_CHECKING:
-    from kvd.client.channel import Channel
     from kvd.client.link import Link
+    from kvd.client.waiters import Waiters
 
 
 _ERROR = int(FrameFlag.ERROR)
@@ -69,7 +69,7 @@ class Call:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: Waiters,
         message: Request,
         payload: tuple[bytes | memoryview, ...],
         deadline_ns: int,

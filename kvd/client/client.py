@@ -17,6 +17,7 @@ from kvd.client import fork
 from kvd.client.call import Call
 from kvd.client.channel import Channel
 from kvd.client.durations import check_timeout
+from kvd.client.hinting import Hinting
 from kvd.client.loading import Loading
 from kvd.client.looking import Looking
 from kvd.client.memory import Memory
@@ -27,7 +28,7 @@ from kvd.wire import Trace, check_socket_path, default_socket
 from kvd.wire import messages as m
 
 
-class Client(Storing, Loading, Looking):
+class Client(Storing, Loading, Hinting, Looking):
     """One client of one daemon.
 
     `socket`: path of the daemon's socket; default as for the daemon itself (kvd.wire.paths).

@@ -14,7 +14,7 @@ import threading
 import weakref
 
 from kvd.client.channel import Channel
-from kvd.client.link import SessionLock
+from kvd.client.lock import SessionLock
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 _guard = threading.Lock()

@@ -7,29 +7,21 @@ next one. All of it happens under the owner's lock.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import os
-import socket
 import time
-import weakref
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
 import zmq
 
 from kvd.arena import ArenaMap
+from kvd.client.acks import Acks
+from kvd.client.attachment import Attachment, Lost
 from kvd.client.call import Call
+from kvd.client.lock import SessionLock
 from kvd.client.settings import Info, Settings
-from kvd.errors import (
-    AuthError,
-    KvdError,
-    ProtocolError,
-    StaleEpoch,
-    Unavailable,
-    UnknownSession,
-    WrongInstance,
-)
+from kvd.errors import ProtocolError, StaleEpoch, Unavailable, UnknownSession, WrongInstance
 from kvd.wire import (
     DEFAULT_LIMITS,
     FEATURES,
@@ -39,25 +31,14 @@ from kvd.wire import (
     FrameFlag,
     Limits,
     Op,
-    attach_path,
     common_features,
     decode_frame,
     encode_frame,
-    short_address,
 )
-from kvd.wire.attach import (
-    FDS_PER_ARENA,
-    MAX_ARENAS,
-    AttachReply,
-    AttachRequest,
-    decode_attach_reply,
-    encode_attach,
-    this_version,
-)
-from kvd.wire.limits import ATTACH_BYTES, MIB
+from kvd.wire.attach import FDS_PER_ARENA, AttachReply
+from kvd.wire.limits import MIB
 from kvd.wire.messages import Hello, HelloReply, Request, decode_error, decode_reply, encode_request
 
-_MAX_FDS = MAX_ARENAS * FDS_PER_ARENA + 1
 _HELLO_REQUEST = 1
 _DONTWAIT = int(zmq.DONTWAIT)
 _REPLY = int(FrameFlag.REPLY)  # plain integers: an IntFlag costs a microsecond each time
@@ -66,45 +47,12 @@ _POLLIN = int(zmq.POLLIN)
 _EVENTS = zmq.EVENTS
 _RCVMORE = zmq.RCVMORE
 _REPLY_LIMITS = Limits(body=16 * MIB, frames=1 << 20)  # a client's own sanity, no contract
-# Answers that never came are acknowledged all the same when this many later ones have come.
-_GIVE_UP = 192
 
 
 class Phase(Enum):
     ATTACHING = 1
     GREETING = 2
     READY = 3
-
-
-class Lost(KvdError):
-    """The link is over; the requests on it may be asked again in the next one."""
-
-
-class SessionLock:
-    """The descriptor of a session's flock: while it is open, writes of that session may still be
-    going on. Held by the link and by every unfinished reservation."""
-
-    _open: ClassVar[weakref.WeakSet[SessionLock]] = weakref.WeakSet()
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._pid = os.getpid()
-        SessionLock._open.add(self)
-
-    def drop(self) -> None:
-        """Close this process's descriptor (a child's copy must not keep the lock alive)."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    @classmethod
-    def drop_all_in_child(cls) -> None:
-        for lock in list(cls._open):
-            lock.drop()
-
-    def __del__(self) -> None:
-        if self._pid == os.getpid():
-            self.drop()
 
 
 class Link:
@@ -128,80 +76,27 @@ class Link:
         self.attach_fd = -1
         self.zmq_fd = -1
         self._context = context
-        self._sock: socket.socket | None = None
+        self._door: Attachment | None = None
         self._dealer: zmq.Socket[bytes] | None = None
-        self._next = _HELLO_REQUEST + 1
-        self._acked = _HELLO_REQUEST
-        self._answered: set[int] = set()  # answered, with an unanswered one before them
+        self._acks = Acks(_HELLO_REQUEST)
         self.hello_resend_ns = 0
         if settings.endpoint is not None:
             self._greet(settings.endpoint)
         else:
-            self._attach()
+            self._door = Attachment(settings)
+            self.attach_fd = self._door.fd
 
     # -- opening -----------------------------------------------------------------------------
 
-    def _attach(self) -> None:
-        """Unavailable when nobody listens there."""
-        settings = self.settings
-        self._attach_sent_ns = time.monotonic_ns()
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        try:
-            sock.setblocking(False)
-            major, minor = this_version()
-            request = AttachRequest(
-                major,
-                minor,
-                settings.name,
-                os.getpid(),
-                settings.group,
-                settings.token,
-                settings.expected_instance,
-                settings.map_memory,
-            )
-            with short_address(attach_path(settings.socket)) as address:
-                sock.connect(address)
-            sock.send(encode_attach(request), socket.MSG_NOSIGNAL)
-        except PermissionError as error:
-            sock.close()
-            raise AuthError(
-                f"may not connect to {settings.socket}: {error.strerror}; ask for the daemon's "
-                f"group, or set --socket to a daemon of your own"
-            ) from error
-        except OSError as error:
-            sock.close()
-            raise Unavailable(
-                f"no daemon answers at {settings.socket}: {error.strerror or error}"
-            ) from error
-        except BaseException:
-            sock.close()
-            raise
-        self._sock = sock
-        self.attach_fd = sock.fileno()
-
     def on_attach(self) -> None:
         """The attach socket may have something. Lost at its end; typed errors of a refusal."""
-        sock = self._sock
-        if sock is None:
+        door = self._door
+        got = None if door is None else door.receive(self.phase is Phase.ATTACHING)
+        if got is None:
             return
-        size = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+        reply, fds = got
         try:
-            data, ancillary, flags, _ = sock.recvmsg(
-                ATTACH_BYTES, size, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-            )
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise Lost(f"the connection to the daemon broke: {error.strerror}") from error
-        fds = _descriptors(ancillary)
-        try:
-            if not data:
-                raise Lost("the daemon closed the connection (it ended, or it ended the session)")
-            if self.phase is not Phase.ATTACHING:
-                raise Lost("the daemon sent something after its answer to the attach")
-            if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
-                raise ProtocolError("the daemon's answer to the attach is too long")
-            self._attached(decode_attach_reply(data), fds)
+            self._attached(reply, fds)
         except BaseException:
             if self.fds is not fds:
                 for fd in fds:
@@ -220,7 +115,8 @@ class Link:
         self.attached = reply
         self.session = reply.session
         self.epoch = reply.epoch
-        self._measure(reply.clock_ns, self._attach_sent_ns)
+        if self._door is not None:
+            self._measure(reply.clock_ns, self._door.sent_ns)
         if fds:
             self.lock = SessionLock(fds.pop())
         self.fds = fds
@@ -325,7 +221,7 @@ class Link:
 
     def send(self, call: Call, now_ns: int) -> bool:
         """Send `call`, for the first time in this link or again. False: not now."""
-        request = call.request or self._next
+        request = call.request or self._acks.next
         if call.gives_back:  # holds whenever it is heard
             flags, deadline = 0, 0
         elif self.settings.endpoint is None:
@@ -340,7 +236,7 @@ class Link:
             flags=flags,
             session=self.session,
             request=request,
-            ack=self._acked,
+            ack=self._acks.upto,
             epoch=self.epoch,
             deadline=deadline,
             trace=NO_TRACE if trace is None else trace(),
@@ -350,7 +246,7 @@ class Link:
             return False
         if not call.request:
             call.request = request
-            self._next = request + 1
+            self._acks.next = request + 1
             self.pending[request] = call
         return True
 
@@ -398,36 +294,19 @@ class Link:
 
     def answered(self, request: int) -> None:
         """Acknowledge this answer from the next request on."""
-        if request != self._acked + 1:
-            if request > self._acked:
-                self._answered.add(request)
-                if len(self._answered) > _GIVE_UP:
-                    self._give_up()
-            return
-        answered = self._answered
-        while True:
-            self._acked = request
-            request += 1
-            if request not in answered:
-                return
-            answered.remove(request)
-
-    def _give_up(self) -> None:
-        """An abandoned request's answer was lost for good: stop keeping the others for it."""
-        stuck = self._acked + 1
-        if stuck in self.pending:
-            return
-        self.abandoned.pop(stuck, None)
-        self.answered(stuck)
+        stuck = self._acks.answered(request)
+        if stuck and stuck not in self.pending:  # an abandoned one's, lost for good
+            self.abandoned.pop(stuck, None)
+            self._acks.answered(stuck)
 
     def close(self) -> None:
         """End the session from this side. Idempotent."""
         if self._dealer is not None:
             self._dealer.close(0)
             self._dealer = None
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
+        if self._door is not None:
+            self._door.close()
+            self._door = None
         self.attach_fd = self.zmq_fd = -1
         for fd in self.fds:
             os.close(fd)
@@ -436,20 +315,12 @@ class Link:
 
     def leave_in_child(self) -> None:
         """In a forked child: close our copies, touch nothing that the parent's threads own."""
-        sock, self._sock = self._sock, None
-        if sock is not None:
+        door, self._door = self._door, None
+        if door is not None:
             with contextlib.suppress(OSError):
-                sock.close()
+                door.close()
         for fd in self.fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self.fds = []
         self.attach_fd = self.zmq_fd = -1
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    fds = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    return list(fds)

@@ -22,7 +22,7 @@ from kvd.wire import messages as m
 
 
 class Loading(ClientBase):
-    """lookup, load_chunks, get."""
+    """lookup, prefetch, load_chunks, get."""
 
     def lookup(
         self,
@@ -75,6 +75,33 @@ class Loading(ClientBase):
         if not keys.keys:
             return Lookup.empty(self._channel, self.timeout_s)
         return self.lookup_of(self.submit_at(message, self.deadline_ns(timeout_s)))
+
+    def prefetch(
+        self,
+        spec: SpecLike,
+        hashes: Hashes,
+        *,
+        within_s: float,
+        shards: Sequence[int] = (0,),
+        kind: Kind = Kind.PREFIX,
+        timeout_s: float | None = None,
+    ) -> list[Outcome]:
+        """Say that these chunks will be asked for within `within_s` seconds: what lies below DRAM
+        is read up meanwhile, if that takes nothing from anybody. A hint: nothing is leased, and
+        what nobody came for in time is let go.
+
+        One outcome a key: OK, it is in DRAM or may come; MISS; NO_SPACE, no room for more hints;
+        SKIPPED, behind the first that is not to be had, or the daemon knows no such hints.
+        """
+        keys = self._keys(spec, hashes, None, shards, kind, None, 0, timeout_s)
+        if not keys.keys:
+            return []
+        if "prefetch" not in self.info(timeout_s).features:
+            return [Outcome.SKIPPED] * keys.keys
+        message = m.Prefetch(
+            keys.spec, keys.kind, keys.shards, keys.hashes, span_ns(within_s, "within_s")
+        )
+        return list(outcomes(self._ask(message, m.OutcomesReply, timeout_s).outcomes))
 
     def join(self, shared: SharedLease, *, timeout_s: float | None = None) -> Lease:
         """A lease that another session of this client's group took: load from it, renew it, or

@@ -124,9 +124,12 @@ class Slots:
     def fill(self, items: NDArray[np.integer[Any]], packed: bytes) -> None:
         """References for these results, in order. ProtocolError if one is out of bounds."""
         refs = np.frombuffer(packed, dtype=REF_DTYPE)
-        for number in np.unique(refs["arena"]).tolist():
+        numbers = refs["arena"]
+        first = int(numbers[0])
+        one = bool((numbers == first).all())  # as a rule
+        for number in (first,) if one else np.unique(numbers).tolist():
             known = self.maps.get(number)
-            mine = refs[refs["arena"] == number]
+            mine = refs if one else refs[numbers == number]
             if known is None:
                 raise ProtocolError(f"a reference names arena {number}, which is not mapped here")
             length = mine["length"]

@@ -7,6 +7,7 @@ lease, epoch and generation were checked after its last byte. An outcome is FAIL
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,12 +17,17 @@ import numpy as np
 from kvd.chunk import NO_PARENT, Kind, Outcome, copy_with_digest, payload_digest
 from kvd.client.call import Call
 from kvd.client.handles import Lookup, Reservation, Transfer
-from kvd.errors import ArenaError, LeaseLost, ProtocolError
+from kvd.errors import ArenaError, KvdError, LeaseLost, ProtocolError
 from kvd.wire import LookupFlag
 from kvd.wire import messages as m
 
 if TYPE_CHECKING:
     from kvd.client.base import ClientBase
+
+# What goes out right behind something else costs next to nothing: libzmq's I/O thread is awake
+# then, and waking it is most of what sending costs. So a batch's last word (commit, release) is
+# sent together with the question for the batch after the next, as soon as the next one's answer is
+# in.
 
 Copier = Callable[[int, memoryview], object] | Sequence[Any]
 _COMMITS = 2  # in flight while the next batch is copied
@@ -64,6 +70,14 @@ class Batch(NamedTuple):
     end: int
     call: Call
     alone: bool
+
+
+class Filled(NamedTuple):
+    """A batch that was copied. `first`: its first result; `digests`: if the client seals."""
+
+    first: int
+    reservation: Reservation
+    digests: list[bytes] | None
 
 
 def as_bytes(buffer: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -127,6 +141,16 @@ class Stream:
         if self.copier is None and len(self.buffers) != len(self.outcomes):
             raise ValueError(f"{len(self.outcomes)} buffers are due, {len(self.buffers)} came")
 
+    def arrived(self, call: Call) -> bool:
+        """Whether a call has come to its end; nothing is waited for."""
+        try:
+            call.result(0)
+        except TimeoutError:
+            return False
+        except KvdError:  # whoever takes the result meets it again
+            return True
+        return True
+
     def rest(self, begin: int, outcome: Outcome) -> None:
         """Keys from `begin` on were not tried, because of this."""
         first = begin * self.width
@@ -152,6 +176,7 @@ class Store(Stream):
         self._ttl_ns = ttl_ns
         self._seal = seal
         self._commits: deque[tuple[int, Reservation, Call]] = deque()
+        self._filled: Filled | None = None  # its commit is not sent yet
 
     def run(self, deadline_ns: int) -> list[Outcome]:
         """All of it: one outcome a result."""
@@ -161,18 +186,25 @@ class Store(Stream):
         try:
             while ahead is not None:
                 now, ahead = ahead, None
+                if not self.arrived(now.call):
+                    self._commit()
                 held = self.client.reservation_of(now.call)
                 following = self._note(now, held)
+                self._commit()
                 if following == now.end:
                     ahead = self._ask(following, alone=False)
                 self._fill(now.begin * self.width, held)
                 held = None
                 if ahead is None and following < self.keys.keys:
+                    self._commit()
                     self._collect(0)  # our own unfinished writes were in the way
                     ahead = self._ask(following, alone=True)
                 self._collect(_COMMITS)
+            self._commit()
             self._collect(0)
         except BaseException:
+            with contextlib.suppress(KvdError):  # what was filled is stored, as far as that goes
+                self._commit()
             for reservation in [held, *(entry[1] for entry in self._commits)]:
                 if reservation is not None:
                     reservation.abort()
@@ -236,9 +268,19 @@ class Store(Stream):
                 digests.append(copy_into_with_digest(view, self.buffers[first + index]))
             else:
                 copy_into(view, self.buffers[first + index])
-        left_s = self.client.left_s(self._deadline_ns)
-        call = reservation.submit_commit(None, digests, timeout_s=left_s)
-        self._commits.append((first, reservation, call))
+        self._filled = Filled(first, reservation, digests)
+
+    def _commit(self) -> None:
+        """Send the commit of what was filled last, if that was not done yet."""
+        filled, self._filled = self._filled, None
+        if filled is not None:
+            left_s = self.client.left_s(self._deadline_ns)
+            try:
+                call = filled.reservation.submit_commit(None, filled.digests, timeout_s=left_s)
+            except BaseException:
+                filled.reservation.abort()
+                raise
+            self._commits.append((filled.first, filled.reservation, call))
 
     def _collect(self, keep: int) -> None:
         """Wait for acknowledgements until at most `keep` are outstanding."""
@@ -269,6 +311,7 @@ class Load(Stream):
         self._every = every
         self._lease_ns = lease_ns
         self._verify = verify
+        self._taken: Lookup | None = None  # its lease is still held
 
     def run(self, deadline_ns: int) -> list[Outcome]:
         """All of it: one outcome a result."""
@@ -278,22 +321,31 @@ class Load(Stream):
         try:
             while ahead is not None:
                 now, ahead = ahead, None
+                if not self.arrived(now.call):
+                    self._release()
                 found = self.client.lookup_of(now.call)
                 following = self._note(now, found)
+                self._release()
                 if following == now.end:
                     ahead = self._ask(following, alone=False)
-                self._take(now, found)
-                if found.lease is not None:
-                    found.lease.release()
-                found = None
+                self._taken, found = found, None
+                self._take(now, self._taken)
                 if ahead is None:
+                    self._release()
                     ahead = self._ask(following, alone=True)
         finally:
+            self._release()
             if found is not None and found.lease is not None:
                 found.lease.release()
             if ahead is not None:
                 ahead.call.cancel()
         return self.outcomes
+
+    def _release(self) -> None:
+        """Let go of the batch that was copied last, if that was not done yet."""
+        taken, self._taken = self._taken, None
+        if taken is not None and taken.lease is not None:
+            taken.lease.release()
 
     def _ask(self, begin: int, *, alone: bool) -> Batch | None:
         keys = self.keys

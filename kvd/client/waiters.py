@@ -83,7 +83,7 @@ class Waiters(ABC):
         with self.lock:
             done = [call for call in self._finished if not call.collected]
             self._finished.clear()
-            if self._ready_set:
+            if self._ready_set and self._ready >= 0:  # a close from another thread took it
                 self._ready_set = False
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._ready)

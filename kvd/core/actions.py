@@ -113,6 +113,16 @@ class TierResult(NamedTuple):
     chunks: int
 
 
+class HintResult(NamedTuple):
+    """Chunks: the hint was taken, they are not here, a cap on what is pinned and spared is reached.
+    `within_ns`: how long it holds."""
+
+    taken: int
+    absent: int
+    over: int
+    within_ns: int
+
+
 class DoneResult(NamedTuple):
     """Cancel and other requests that have nothing to say."""
 
@@ -129,6 +139,7 @@ Result = (
     | ListResult
     | StatResult
     | TierResult
+    | HintResult
     | DoneResult
 )
 
@@ -204,7 +215,8 @@ class Copy(NamedTuple):
 
 class TierWrite(NamedTuple):
     """Put a sealed slot's payload into a tier; answer with TierWritten. The slot's bytes are the
-    tier's to read until then. `deadline`: ns."""
+    tier's to read until then. `deadline`: ns. `kept`: not a slot's payload, but what that job read
+    into memory of the server's own, which is free afterwards."""
 
     job: int
     tier: int
@@ -212,6 +224,7 @@ class TierWrite(NamedTuple):
     offset: int
     length: int
     deadline: int
+    kept: int = 0
 
 
 class TierRead(NamedTuple):
@@ -229,11 +242,13 @@ class TierRead(NamedTuple):
     offset: int
     length: int
     deadline: int
+    ahead: bool = False  # nobody waits for it
 
 
 class TierScrub(NamedTuple):
     """Read a payload to see whether it holds, into memory of the server's own; answer with
-    TierReadDone."""
+    TierReadDone. `keep`: if it does, the bytes are kept for a TierWrite among the actions that
+    follow the answer at once."""
 
     job: int
     tier: int
@@ -246,6 +261,7 @@ class TierScrub(NamedTuple):
     generation: int
     length: int
     deadline: int
+    keep: bool = False
 
 
 class TierDelete(NamedTuple):
@@ -270,6 +286,23 @@ class ScrubCursor(NamedTuple):
     part: int
 
 
+# -- about policies ------------------------------------------------------------------------------
+
+
+class Remembered(NamedTuple):
+    """A part of what policies know, to be kept for the next life; None: that was all."""
+
+    part: dict[str, Any] | None
+
+
+class PolicyFailed(NamedTuple):
+    """The eviction policy of a tier raised; it has no say until the next start."""
+
+    tier: str
+    error: str  # one line: where and what
+    fault: Exception
+
+
 Action = (
     Reply
     | Fail
@@ -285,4 +318,6 @@ Action = (
     | TierScrub
     | TierDelete
     | ScrubCursor
+    | Remembered
+    | PolicyFailed
 )

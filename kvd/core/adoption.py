@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvd.chunk import ChunkHeader, HeaderFlag, Kind, KVSpec, State, namespace_digest
 from kvd.core import columns as col
 from kvd.core.actions import PatchRecord, WriteRecord
+from kvd.core.advice import Advice
 from kvd.core.columns import NONE
 from kvd.core.config import SECOND_NS
 from kvd.core.jobs import Jobs, Pause, Work, spent
@@ -252,7 +253,9 @@ class Adoption:
         cells.np_generation[cell] = records["generation"][mine]
         cells.np_state[cell] = col.READY
         cells.np_marks[first : first + count * space.shards] = col.ADOPTED
-        cells.np_marks[cell] |= np.where(sealed, col.SEALED | col.UNVERIFIED, 0).astype(np.uint8)
+        cells.np_marks[cell] |= np.where(
+            sealed, col.EARLIER | col.SEALED | col.UNVERIFIED, col.EARLIER
+        ).astype(np.uint8)
         cells.np_digest[cell] = raw(records["digest"][mine])
         np.add.at(chunks.np_ready, row, 1)
         store.unsealed.extend(cell[~sealed].tolist())
@@ -406,17 +409,27 @@ class Adoption:
         space = store.spaces.of(chunks.space[int(rows[0])])
         queue = space.queues[1]
         store.residents[queue] += len(rows)
+        self.last_uses(rows, store.policy)
         order = self.coldest_first(rows)
-        store.guard(
-            lambda: store.policy.load(
-                order,
-                chunks.np_last[order],
-                parents=chunks.np_parent[order].astype(np.int64),
-                queue=queue,
-                size=space.chunk_slot_bytes,
-                ghost=store.ghost,
-            )
+        store.policy.load(
+            order,
+            chunks.np_last[order],
+            parents=chunks.np_parent[order].astype(np.int64),
+            queue=queue,
+            size=space.chunk_slot_bytes,
+            ghosts=store.ghosts(order),
         )
+
+    def last_uses(self, rows: Rows, advice: Advice) -> None:
+        """When chunks were last used, as far as an earlier life has told; their creation stands
+        already."""
+        store, known = self._store, advice.recollection
+        if known is None:
+            return
+        at, found = known.find(store.ghosts(rows))
+        last = np.minimum(known.last[at[found]] - store.config.unix_offset_ns, store.now)
+        some = rows[found]
+        store.chunks.np_last[some] = np.maximum(store.chunks.np_last[some], last)
 
     def coldest_first(self, rows: Rows) -> Rows:
         """Rows by the youngest chunk in the subtree of each, deeper ones first: no chunk stands

@@ -25,9 +25,10 @@ BAD = 4  # quarantined
 # marks of a cell
 SEALED = 1
 UNVERIFIED = 2  # adopted with a digest that nobody has compared yet
-ADOPTED = 4  # its slot is of an earlier life: not to be used again during the hold
+ADOPTED = 4  # its chunk is of an earlier life
 MOVING = 8
 SEALING = 16
+EARLIER = 32  # its slot is of an earlier life: not to be used again during the hold
 
 # tallies of a chunk
 HERE = 1  # has shards or writers in DRAM: counted as a kid of its parent

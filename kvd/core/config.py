@@ -68,6 +68,9 @@ class CoreConfig:
     low: float = 0.95  # down to here
     batch_share: float = 0.02  # of the arena: demoted at a time
     transient_share: float = 0.10  # of the arena: first hits below DRAM
+    pin_share: float = 0.1  # of the arena: what hints of one tenant may keep
+    pin_total_share: float = 0.5  # of the arena: what those of all tenants may
+    pin_max_ns: int = 3600 * SECOND_NS  # that a hint holds
     room_wait_ns: int = SECOND_NS // 20  # that a store waits for demotions before victims drop
 
     @property

@@ -7,7 +7,8 @@ that can't be carried out is answered with a typed error and has no effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,19 +21,26 @@ from kvd.core.adoption import Adoption
 from kvd.core.checks import Checks
 from kvd.core.config import CoreConfig
 from kvd.core.demotions import Demotions
+from kvd.core.descents import Descent, Descents
 from kvd.core.evictions import Evictions
 from kvd.core.fetches import Fetches
+from kvd.core.hints import Hints
 from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.leases import Lease, Leases, Unknown
 from kvd.core.listing import Listing
+from kvd.core.lower import Lower
+from kvd.core.prefetches import Prefetches
+from kvd.core.recollection import Part, Recollection, parts
 from kvd.core.recovery import Found, Recovery
 from kvd.core.reserves import Request, Reserves
 from kvd.core.rooms import Rooms
 from kvd.core.scrubs import Scrubs
 from kvd.core.sealing import Seals
 from kvd.core.sessions import Session
+from kvd.core.spaces import Space
 from kvd.core.stats import stat
 from kvd.core.store import TOUCH_SLICE, Store
+from kvd.core.takeover import take_over
 from kvd.core.transfers import Transfer, Transfers, Waiter
 from kvd.core.writes import Write, Writes
 from kvd.errors import (
@@ -75,8 +83,10 @@ class Core:
         self._jobs = Jobs(self._store)
         self._evictions = Evictions(self._store, self._jobs)
         self._fetches = Fetches(self._store, self._jobs, self._evictions)
-        self._rooms = Rooms(self._store, self._jobs, self._fetches)
+        self._descents = Descents(self._store, self._fetches)
+        self._rooms = Rooms(self._store, self._jobs, self._fetches, self._descents)
         self._scrubs = Scrubs(self._store, self._jobs, self._fetches)
+        self._prefetches = Prefetches(self._store, self._jobs, self._fetches)
         self._seals = Seals(self._store)
         self._demotions = Demotions(
             self._store, self._jobs, self._evictions, self._rooms, self._seals.urge
@@ -89,8 +99,14 @@ class Core:
         self._leases.kept = self._fetches.keep
         self._leases.second = self._demotions.hit
         self._listing = Listing(self._store, self._writes, self._rooms)
+        self._hints = Hints(self._store)
         self._adoption = Adoption(self._store, self._writes, self._jobs)
         self._recovery = Recovery(self._store, self._jobs, self._adoption)
+        self._store.policy.begin_load = lambda: self._take_over(None)
+        for lower in self._store.ladder.lowers:
+            lower.policy.begin_load = partial(self._take_over, lower)
+        self._make_policy = policy
+        self._remembering = False
         self._begun: int | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.OpenSession: self._open_session,
@@ -102,6 +118,7 @@ class Core:
             ev.Abort: self._abort,
             ev.Lookup: self._lookup,
             ev.Load: self._load,
+            ev.Prefetch: self._prefetch,
             ev.Wait: self._wait,
             ev.Cancel: self._cancel,
             ev.Renew: self._renew,
@@ -109,7 +126,9 @@ class Core:
             ev.Evict: self._evict,
             ev.List: self._list,
             ev.Stat: self._stat,
+            ev.Hint: self._hint,
             ev.Sealed: lambda e: self._seals.sealed(e.record, e.generation, e.digest),
+            ev.SealedMany: self._sealed_many,
             ev.Verified: lambda e: self._transfers.verified(e.record, e.generation, e.ok),
             ev.Copied: lambda e: self._evictions.reclass.copied(e.copy, e.ok),
             ev.TierState: self._tier_state,
@@ -121,6 +140,7 @@ class Core:
             ev.TierCommand: self._tier_command,
             ev.Tick: self._tick,
             ev.Drain: self._drain,
+            ev.Remember: self._remember,
         }
 
     # -- the way in -----------------------------------------------------------------------------
@@ -158,6 +178,34 @@ class Core:
         slots; False if there is none. Not asked: there always is."""
         self._store.slabs.room = room
 
+    def set_weight(self, namespace: str, weight: float) -> None:
+        """A tenant's share of the bandwidth of the tiers below, against the others that want some;
+        1 until it is set. Pre: weight > 0."""
+        self._fetches.set_weight(namespace, weight)
+        self._demotions.set_weight(namespace, weight)
+
+    def recall(self, known: Mapping[str, Recollection], now: int) -> list[str]:
+        """Take up what policies knew in an earlier life, by tier; of which tiers. Pre: before
+        `adopt` and `recover`."""
+        self._begin(now)
+        advices = [self._store.policy, *(low.policy for low in self._store.ladder.lowers)]
+        return [
+            advice.tier
+            for advice in advices
+            if advice.tier in known and advice.recall(self._make_policy, known[advice.tier], now)
+        ]
+
+    def chunk_tokens(self, spec: bytes) -> int:
+        """Tokens of a full chunk, 0 if the spec is unknown."""
+        known = self._store.spaces.specs.get(spec)
+        return 0 if known is None else known.chunk_tokens
+
+    def remember(self) -> Iterator[Part]:
+        """All that policies know, for a daemon that ends. While it serves: Remember."""
+        while self._store.touches:
+            self._store.apply_touches(TOUCH_SLICE)
+        return filter(None, parts(self._store))
+
     def adopt(
         self,
         slot_sizes: Sequence[int],
@@ -177,6 +225,7 @@ class Core:
         self._adoption.run(
             slot_sizes, records, numbers, namespaces, specs, locked, lease_horizon, suspects
         )
+        store.policy.recollection = None
         self._leases.adopt(lease_horizon)
         self._seals.pump()
         return store.out
@@ -198,6 +247,8 @@ class Core:
 
     def recovered(self) -> None:
         """All tiers that can tell at once what lies there have told."""
+        for lower in self._store.ladder.lowers:
+            lower.policy.recollection = None
         self._store.spaces.forget_unused()
 
     @property
@@ -267,6 +318,7 @@ class Core:
             {
                 "moving": self._demotions.moving,
                 "fetches_queued": self._fetches.queued,
+                "prefetch_bytes": self._prefetches.taken,
                 "records_waiting": self._recovery.waiting,
             },
         )
@@ -299,12 +351,18 @@ class Core:
                 self._tier_late(due.number)
             elif due.kind == "scrub":
                 self._scrubs.due(due.number)
+            elif due.kind == "prefetch":
+                self._prefetches.due(due.number)
             elif due.kind == "room":
                 self._jobs.wake(Pause.DEMOTION)
             elif due.kind == "horizon":
                 self._leases.lower_horizon()
             else:
                 self._adoption.end_hold()
+
+    def _sealed_many(self, event: ev.SealedMany) -> None:
+        for one in event.seals:
+            self._seals.sealed(one.record, one.generation, one.digest)
 
     def _tick(self, event: ev.Tick) -> None:
         """A slice of whatever is under way."""
@@ -321,6 +379,24 @@ class Core:
                 self._demotions.drain(lower)
                 break
 
+    def _remember(self, event: ev.Remember) -> None:
+        def job() -> Work[None]:
+            for part in parts(self._store):
+                if part:
+                    self._store.out.append(ac.Remembered(part))
+                yield Pause.SLICE
+            self._store.out.append(ac.Remembered(None))
+            self._remembering = False
+
+        if not self._remembering:
+            self._remembering = True
+            self._jobs.later(job())
+
+    def _take_over(self, lower: Lower | None) -> None:
+        """A policy has failed."""
+        advice = self._store.policy if lower is None else lower.policy
+        self._jobs.later(take_over(self._store, advice, lower))
+
     # -- tiers below ----------------------------------------------------------------------------
 
     def _tier_state(self, event: ev.TierState) -> None:
@@ -333,9 +409,9 @@ class Core:
     def _tier_written(self, event: ev.TierWritten) -> None:
         job = self._store.ladder.end(event.job)
         if job is not None:
-            self._demotions.done(
-                job, event.answer, event.at, event.generation, event.room, event.empty
-            )
+            down = isinstance(job.owner, Descent)
+            done = self._descents.written if down else self._demotions.done
+            done(job, event.answer, event.at, event.generation, event.room, event.empty)
 
     def _tier_read(self, event: ev.TierReadDone) -> None:
         job = self._store.ladder.end(event.job)
@@ -344,6 +420,8 @@ class Core:
         if job.kind == "scrub":
             fits = event.header is not None and self._fetches.fits(job.cell, event.header)
             self._scrubs.done(job, event.answer, fits=fits)
+        elif job.kind == "descent":
+            self._descents.read(event.job, job, event.answer, event.header)
         else:
             self._fetches.done(job, event.answer, event.header)
 
@@ -575,6 +653,21 @@ class Core:
         shards = self._checks.shards(lease.space, event.shards or lease.shards, count)
         self._reply(event, self._transfers.load(lease, items, shards))
 
+    def _prefetch(self, event: ev.Prefetch) -> None:
+        session = self._checks.session(event.session)
+        space = self._checks.space(session, event.spec, event.kind)
+        shards = self._checks.shards(space, event.shards, self._checks.keys(event.hashes))
+        if event.within <= 0:
+            raise BadKey("within is not above 0")
+        self._start(event, self._prefetched(session, space, shards, event))
+
+    def _prefetched(
+        self, session: Session, space: Space, shards: tuple[int, ...], event: ev.Prefetch
+    ) -> Work[ac.OutcomesResult]:
+        asked = self._prefetches.ask(session, space, shards, event.hashes, event.within)
+        outcomes = yield from asked
+        return ac.OutcomesResult(outcomes)
+
     def _transfer(self, event: ev.Wait | ev.Cancel) -> Transfer:
         session = self._checks.session(event.session)
         transfer = self._transfers.by_number.get(event.transfer)
@@ -625,6 +718,14 @@ class Core:
         session = self._checks.session(event.session)
         own = None if session.admin else session.namespace
         self._reply(event, ac.StatResult({**self.stat(own), "namespace": session.namespace}))
+
+    def _hint(self, event: ev.Hint) -> None:
+        session = self._checks.session(event.session)
+        space = self._checks.space(session, event.spec, event.kind)
+        self._checks.keys(event.hashes)
+        if event.within_ns < 0:
+            raise BadKey("within_ns is below 0")
+        self._reply(event, self._hints.take(session, space, event))
 
     # -- specs ----------------------------------------------------------------------------------
 

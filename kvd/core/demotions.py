@@ -4,7 +4,7 @@ The law of this module: DRAM is kept between two close marks by demoting the pol
 small batch at a time. A chunk is sealed before it is written, written only where it is not yet,
 and dropped only when all of it lies below and nobody holds it. What can't be demoted (the tier is
 full, away, or refuses) is dropped all the same, and counted with the reason: the ladder never
-wedges.
+wedges. Tenants share a tier's writes by weight, like its reads.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.lower import READY, Lower, TierJob
 from kvd.core.rooms import Rooms
 from kvd.core.store import Store
+from kvd.fair import FairQueue
 
 _NO_ID = bytes(16)
 _ATTEMPTS = 3  # of one write that finds no room
@@ -47,7 +48,7 @@ class Move:
         self.left = 0  # shards that are not written yet
         self.failed: TierAnswer | None = None
         self.attempts = 0
-        self.sizes: list[int] = []  # of the slots that it will free
+        self.sizes: list[int] = []  # of the slots that it holds
 
 
 class Demotions:
@@ -68,12 +69,14 @@ class Demotions:
         self._urge = urge
         rooms.retry = self._retry
         evictions.coming = self._is_coming
+        evictions.moving = lambda size: self._held.get(size, 0) > 0
         evictions.settled = self._settled
         evictions.lost = self._lost
         self.by_row: dict[int, Move] = {}
         self._sealing: dict[int, Move] = {}  # cell -> who waits for its digest
-        self._outbox: list[deque[tuple[Move, int]]] = [deque() for _ in store.ladder.lowers]
+        self._outbox: list[FairQueue[tuple[Move, int]]] = [FairQueue() for _ in store.ladder.lowers]
         self._coming: dict[int, int] = {}  # size -> slots that moves under way will free
+        self._held: dict[int, int] = {}  # size -> slots that can't be freed before a move is done
         self._running: set[int] = set()  # sizes whose victims are being chosen
         self._not_before: dict[int, int] = {}  # size -> when to try again
         self._through: deque[tuple[int, bytes, Lower]] = deque()
@@ -188,7 +191,7 @@ class Demotions:
     def _target(self, row: int) -> Lower | None:
         """The tier that the chunk goes to: the next one below that takes it."""
         for lower in self._store.ladder.lowers:
-            if lower.writable and self._wants(lower, row):
+            if lower.writable and self._store.ladder.wants(lower, row):
                 return lower
         return None
 
@@ -203,11 +206,6 @@ class Demotions:
     def _takers(self) -> bool:
         """Whether any tier below takes writes now."""
         return any(lower.writable for lower in self._store.ladder.lowers)
-
-    def _wants(self, lower: Lower, row: int) -> bool:
-        if lower.config.policy is WritePolicy.ON_SECOND_HIT:
-            return bool(self._store.chunks.hits[row] > 1)
-        return True
 
     def _lost(self, row: int) -> None:
         """A chunk goes for good, for want of time or of a tier."""
@@ -247,13 +245,13 @@ class Demotions:
         move = self.by_row[row] = Move(row, chunks.key_of(row), lower, why)
         store.ladder.hold(row)
         move.left = len(missing)
-        if why == "demote":
-            move.sizes = self._slots(row)
-            for size in move.sizes:
-                self._coming[size] = self._coming.get(size, 0) + 1
+        move.sizes = self._slots(row)
+        held = self._coming if why == "demote" else self._held
+        for size in move.sizes:
+            held[size] = held.get(size, 0) + 1
         for cell in missing:
             if cells.marks[cell] & col.SEALED:
-                self._outbox[lower.number].append((move, cell))
+                self._post(move, cell)
             else:
                 self._sealing[cell] = move
                 self._urge(cell)
@@ -269,9 +267,10 @@ class Demotions:
             move = self._sealing.pop(cell, None)
             if move is not None:
                 if cells.marks[cell] & col.SEALED:
-                    self._outbox[move.lower.number].append((move, cell))
+                    self._post(move, cell)
                 else:
                     self._lost_shard(move, TierAnswer.FAILED)
+                    continue  # the chunk may have gone with it
             row = cells.chunk[cell]
             for lower in store.ladder.lowers:
                 if lower.config.policy is WritePolicy.THROUGH and not self._unsealed(row):
@@ -296,12 +295,24 @@ class Demotions:
 
     # -- one shard ------------------------------------------------------------------------------
 
+    def _post(self, move: Move, cell: int) -> None:
+        """A sealed shard is ready to be written."""
+        store, row = self._store, move.row
+        space = store.spaces.of(store.chunks.space[row])
+        nbytes = space.nbytes[cell - store.chunks.cell[row]]
+        self._outbox[move.lower.number].push(space.namespace, nbytes, (move, cell))
+
+    def set_weight(self, namespace: str, weight: float) -> None:
+        """A tenant's share of each tier's bandwidth, against others that want some."""
+        for box in self._outbox:
+            box.set_weight(namespace, weight)
+
     def _send(self) -> None:
         """Hand writes over, as many as the tier takes at a time."""
         store, cells, chunks = self._store, self._store.cells, self._store.chunks
         for lower, box in zip(store.ladder.lowers, self._outbox, strict=True):
             while box and (lower.writing < lower.config.writes or not lower.writable):
-                move, cell = box.popleft()
+                move, cell = box.pop()
                 if not lower.writable:
                     self._lost_shard(move, TierAnswer.OFF)
                     continue
@@ -329,7 +340,7 @@ class Demotions:
         if answer in (TierAnswer.OK, TierAnswer.EXISTS):
             store.ladder.put(lower, cell, at, generation)
             self._left(move)
-            if 0 <= room < max(2, lower.writing):
+            if 0 <= room < self._rooms.ahead(lower):
                 self._rooms.make(lower, size, ())
         elif answer is TierAnswer.NO_SPACE and move.attempts < _ATTEMPTS and lower.writable:
             move.attempts += 1
@@ -347,7 +358,7 @@ class Demotions:
         """There may be room for it now, or there will be none."""
         assert isinstance(move, Move)
         if room:
-            self._outbox[move.lower.number].append((move, cell))
+            self._post(move, cell)
         else:
             self._lost_shard(move, TierAnswer.NO_SPACE)
 
@@ -363,8 +374,9 @@ class Demotions:
         store, row = self._store, move.row
         del self.by_row[row]
         self._through.extend(self._after.pop(row, ()))
+        held = self._coming if move.why == "demote" else self._held
         for size in move.sizes:
-            self._coming[size] -= 1
+            held[size] -= 1
         self._count(row, "written" if move.failed is None else move.failed.value)
         goes = move.why == "demote"
         store.ladder.release(row)

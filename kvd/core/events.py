@@ -12,7 +12,8 @@ are chunk-major: index = key * len(shards) + position in `shards`.
 
 from __future__ import annotations
 
-from enum import IntFlag, StrEnum
+from collections.abc import Sequence
+from enum import IntEnum, IntFlag, StrEnum
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -131,6 +132,18 @@ class Load(NamedTuple):
     shards: tuple[int, ...] | None  # None: those of the lookup
 
 
+class Prefetch(NamedTuple):
+    """A hint: these chunks will be asked for within this time. It leases nothing."""
+
+    session: int
+    request: object
+    spec: bytes
+    kind: int
+    shards: tuple[int, ...]
+    hashes: bytes
+    within: int  # ns
+
+
 class Wait(NamedTuple):
     """Long poll: answered when more than `after` results of the transfer are known, when it is
     done, or at `deadline`."""
@@ -225,6 +238,12 @@ class Sealed(NamedTuple):
     digest: bytes
 
 
+class SealedMany(NamedTuple):
+    """Several that came together."""
+
+    seals: Sequence[Sealed]
+
+
 class Verified(NamedTuple):
     """Answer to a Verify action."""
 
@@ -306,11 +325,36 @@ class TierRecovered(NamedTuple):
     hint: bool = False
 
 
+class HintKind(IntEnum):
+    SESSION_END = 1  # these keys' session is over: what it shares with none goes first
+    EXPECT_REUSE = 2  # asked for again in about that time: spared until then
+    PIN = 3  # no victim for that long; no time: a pin ends
+    PRIORITY = 4  # level 0: goes first; 1: like others; 2: spared for that long
+
+
+class Hint(NamedTuple):
+    """Something said of the future of keys, in the order of their chain."""
+
+    session: int
+    request: object
+    spec: bytes
+    kind: int
+    hashes: bytes
+    hint: int  # HintKind
+    level: int
+    within_ns: int
+
+
 # -- time ---------------------------------------------------------------------------------------
 
 
 class Tick(NamedTuple):
     """Time has passed: expire what is due. Also the next slice of long work, see Core.busy."""
+
+
+class Remember(NamedTuple):
+    """Tell what policies know, in actions Remembered, a part at a time. Nothing if that is under
+    way already."""
 
 
 class Drain(NamedTuple):

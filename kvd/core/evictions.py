@@ -8,9 +8,9 @@ which order the others go. NO_SPACE means that every candidate was looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from enum import Enum, auto
-from itertools import islice
+from math import ceil
 
 from kvd.core import columns as col
 from kvd.core.actions import AssignSlab
@@ -23,7 +23,7 @@ _SKIPS = 64  # candidates that are passed over at a time, and then put behind th
 _DESCENT = 8192  # steps down one hole's subtree at a time
 _FEW = 64
 _SWEEP = 256
-_SCAN = 1024  # rows looked at where a policy fails
+_SCAN = 1024  # rows looked at where a policy does not know all
 _WAITS = 8  # times that one slot waits for slabs to be emptied
 
 
@@ -38,7 +38,10 @@ class Search:
 
     def __init__(self) -> None:
         self.passed: dict[int, int] = {}
-        self.failing = False  # the policy raised: rows are scanned instead
+        self.failing = False  # the policy does not know all: rows are scanned instead
+        self.sparing = True  # what hints spare goes only when nothing else can
+        self.spared = False  # something was
+        self.turn = 0  # of the policy, see Advice
 
 
 class Evictions:
@@ -52,6 +55,7 @@ class Evictions:
         self._under: dict[int, tuple[int, bytes, int, bytes]] = {}
         # with tiers below: whether demotions will free slots of a class, and when to stop waiting
         self.coming: Callable[[int], bool] = lambda size: False
+        self.moving: Callable[[int], bool] = lambda size: False  # some are in a tier's hands
         self.settled: Callable[[int], bool] = self._clean  # it is where it would be demoted to
         self.lost: Callable[[int], None] = lambda row: None  # a chunk goes and is nowhere below
 
@@ -75,9 +79,7 @@ class Evictions:
             if store.layered and self._drop_clean(size):
                 continue
             if self.coming(size) and (not until or store.now < until):
-                if not until:
-                    until = store.now + store.config.room_wait_ns
-                    store.timers.add(until, "room", store.handle())
+                until = until or self._wait()
                 yield Pause.DEMOTION
                 search = Search()
                 continue
@@ -93,7 +95,33 @@ class Evictions:
                 yield Pause.ROOM
                 search = Search()
             elif waits >= _WAITS or not self.reclass.start(size, must=True):
-                return -1
+                if not self.moving(size) or (until and store.now >= until):
+                    return -1
+                until = until or self._wait()
+                yield Pause.DEMOTION
+                search = Search()
+
+    def _wait(self) -> int:
+        """How long a slot is waited for that may come: ns. The waiting is woken then."""
+        store = self._store
+        until = store.now + store.config.room_wait_ns
+        store.timers.add(until, "room", store.handle())
+        return until
+
+    def spare(self, size: int) -> int:
+        """A slot of a class that nobody will miss, taken: a free one, as long as half of what is
+        kept free for stores is left, for what demotion makes up for; or that of something cold that
+        lies below already. -1 if there is none."""
+        store, slabs = self._store, self._store.slabs
+        slots = slabs.slots.get(size, 0)
+        keep = ceil(slots * (1 - store.config.high))
+        if any(lower.writable for lower in store.ladder.lowers):
+            keep //= 2
+        if slots - slabs.used.get(size, 0) > keep:
+            return slabs.take(size)
+        if self._take_slab(size) or self._drop_clean(size, but=store.transients):
+            return slabs.take(size)
+        return -1
 
     def _take_slab(self, size: int) -> bool:
         """Give the class a slab with nothing in it, if there is one that can be."""
@@ -123,6 +151,8 @@ class Evictions:
             return False
         if not store.leaf(row) or row in store.pinned:
             return False
+        if store.keeping.by_row and store.keeping.pinned(row, store.now):
+            return False
         return not (store.hold and store.cells.marks[chunks.cell[row]] & col.ADOPTED)
 
     def evict_one(self, size: int, search: Search) -> Found:
@@ -140,30 +170,29 @@ class Evictions:
                 reason = "demoted"
             else:
                 self.lost(row)
-        why = "capacity" if reason in ("orphan", "lost") else reason
-        store.drop(row, why, evicted=reason not in ("quarantine", "lost"))
+        why = "capacity" if reason == "orphan" else reason
+        store.drop(row, why, evicted=reason != "quarantine")
 
     def _clean(self, row: int) -> bool:
         ladder = self._store.ladder
         return any(low.readable and ladder.holds(low, row) for low in ladder.lowers)
 
-    def _drop_clean(self, size: int) -> bool:
-        """Drop something cold that a tier below has already."""
+    def _drop_clean(self, size: int, but: Container[int] = ()) -> bool:
+        """Drop something cold that a tier below has already, and that is not in `but`."""
         store = self._store
         if not store.ladder.readable:
             return False
-        try:
-            for queue in self._queues(size):
-                if not store.residents[queue]:
+        for queue in self._queues(size):
+            if not store.residents[queue]:
+                continue
+            for n, row in enumerate(store.policy.victims(queue, store.now)):
+                if n >= _SKIPS:
+                    break
+                if not store.chunks.below[row] or row in but:
                     continue
-                for n, row in enumerate(store.policy.victims(queue, store.now)):
-                    if n >= _SKIPS:
-                        break
-                    if store.chunks.below[row] and self.legal(row) and self.settled(row):
-                        store.drop(row, "demoted", evicted=True)
-                        return True
-        except Exception:  # noqa: BLE001 - counted; then others go
-            store.counters.own["policy_errors", ""] += 1
+                if self.legal(row) and self.settled(row):
+                    store.drop(row, "demoted", evicted=True)
+                    return True
         return False
 
     def _queues(self, size: int) -> list[int]:
@@ -177,6 +206,10 @@ class Evictions:
     def choose(self, size: int, search: Search) -> tuple[Found, int, str]:
         """The chunk with slots of this class that is worth least, and the reason to drop it."""
         store = self._store
+        if search.turn != store.policy.turn:  # it names others than it did
+            search.turn = store.policy.turn
+            search.failing = False
+            search.passed.clear()
         queues = self._queues(size)
         for queue in queues:
             for row in store.bad[queue]:
@@ -186,13 +219,13 @@ class Evictions:
             row = self._orphan(queue)
             if row != NONE:
                 return Found.DONE, row, "orphan"
-        for queue in queues:
-            for row in islice(reversed(store.lost[queue]), _SKIPS):
-                if self.legal(row):
-                    return Found.DONE, row, "lost"
         queue = self._coldest(queues, search)
+        if queue < 0 and search.spared:
+            search.sparing = search.spared = False
+            search.passed.clear()
+            return Found.AGAIN, NONE, ""
         if queue < 0:
-            if not store.policy_failed or search.failing:
+            if not store.policy.partial or search.failing:
                 return Found.NOTHING, NONE, ""
             search.failing = True
             search.passed.clear()
@@ -210,13 +243,7 @@ class Evictions:
             count = store.chunks.used if search.failing else store.residents[queue]
             if not store.residents[queue] or search.passed.get(queue, 0) >= count:
                 continue
-            cold: float | None = None
-            if not search.failing:
-                try:
-                    cold = store.policy.coldness(queue, store.now)
-                except Exception:  # noqa: BLE001 - counted; any order is better than none
-                    store.counters.own["policy_errors", ""] += 1
-                    search.failing = True
+            cold = None if search.failing else store.policy.coldness(queue, store.now)
             if best < 0 or (cold is not None and cold < least):
                 best, least = queue, 0.0 if cold is None else cold
         return best
@@ -224,29 +251,25 @@ class Evictions:
     def _victim(self, queue: int, search: Search) -> int:
         """The first legal candidate of a queue, or NONE after a bounded number of others."""
         store = self._store
-        if not search.failing:
-            try:
-                skipped: list[int] = []
-                for row in store.policy.victims(queue, store.now):
-                    if self.legal(row):
-                        break
-                    skipped.append(row)
-                    if len(skipped) >= _SKIPS:
-                        row = NONE
-                        break
-                else:
-                    row = NONE
-                    search.passed[queue] = store.residents[queue]
-                if skipped:
-                    # What is in use now is not cold; without this it would be met every time.
-                    skipped.reverse()
-                    store.policy.touch(skipped, store.now)
-                search.passed[queue] = search.passed.get(queue, 0) + len(skipped)
-                return row
-            except Exception:  # noqa: BLE001 - counted; eviction goes on without advice
-                store.counters.own["policy_errors", ""] += 1
-                search.failing = True
-        return self._scan(queue, search)
+        if search.failing:
+            return self._scan(queue, search)
+        policy, skipped = store.policy, list[int]()
+        for row in policy.victims(queue, store.now):
+            if self.legal(row):
+                if not search.sparing or not store.keeping.spared(row, store.now):
+                    break
+                search.spared = True
+            skipped.append(row)
+            if len(skipped) >= _SKIPS:
+                row = NONE
+                break
+        else:
+            row = NONE
+            search.passed[queue] = store.residents[queue]
+        if skipped:  # else what is in use now would be met every time
+            policy.defer(skipped, store.now)
+        search.passed[queue] = search.passed.get(queue, 0) + len(skipped)
+        return row
 
     def _scan(self, queue: int, search: Search) -> int:
         """A legal chunk of a queue by its row number, where the policy gives no advice."""

@@ -1,17 +1,20 @@
 """Reading chunks up: a shard that lies below is read into a slot of DRAM.
 
-The law of this module: one read at a time for one shard, whoever asks; they start in the order
-asked. A first hit goes into a *transient* slot: it is let go with its last lease, and all of them
-together take at most a tenth of DRAM. A second hit, and what does not fit into that tenth, stays.
-What a tier gives is delivered only if the tier vouches for its digest and its record says of the
-chunk what is known here; else it is a miss, and its place is forgotten. A read that does not come
-back in time is a miss too, but its slot waits for it.
+The law of this module: one read at a time for one shard, whoever asks; those of one tenant start in
+the order asked, and tenants share a tier by weight (kvd/fair.py). A first hit goes into a
+*transient* slot: it is let go with its last lease, and all of them together take at most a tenth of
+DRAM. A second hit, and what does not fit into that tenth, stays. What a tier gives is delivered
+only if the tier vouches for its digest and its record says of the chunk what is known here; else
+it is a miss, and its place is forgotten. A read that does not come back in time is a miss too, but
+its slot waits for it. What is read ahead, for nobody yet, comes after all of that: it takes room
+that costs nobody anything, or is not read.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvd.chunk import ChunkHeader, HeaderFlag, Outcome, State
 from kvd.core import columns as col
@@ -21,11 +24,13 @@ from kvd.core.evictions import Evictions
 from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.lower import Lower, TierJob
 from kvd.core.store import Store
+from kvd.fair import FairQueue, Ticket
 
 if TYPE_CHECKING:
     from kvd.core.transfers import Transfer, Transfers
 
 _SLICE = 64  # transients let go in one event
+_PATIENCE_NS = 5_000_000, 200_000_000  # between two looks for room for what is read ahead
 
 _OUTCOMES = {TierAnswer.TIMEOUT: Outcome.DEADLINE, TierAnswer.CORRUPT: Outcome.CORRUPT}
 
@@ -43,17 +48,27 @@ class Batch:
 class Fetch:
     """One shard on its way up."""
 
-    __slots__ = ("batch", "cell", "lower", "record", "row", "transient", "tried", "waiting")
+    __slots__ = (
+        "ahead", "batch", "beside", "cell", "lower", "record", "row", "tenant", "ticket",
+        "transient", "tried", "waiting",
+    )  # fmt: skip
 
-    def __init__(self, cell: int, row: int, lower: Lower, batch: Batch) -> None:
+    def __init__(self, cell: int, row: int, lower: Lower, batch: Batch, tenant: str) -> None:
         self.cell = cell
         self.row = row
         self.lower = lower
         self.batch = batch
+        self.tenant = tenant  # who asked first: it is that one's turn
         self.tried = 0  # bits of tiers that did not have it
         self.record = -1
         self.transient = 0  # bytes counted for it
         self.waiting: list[tuple[Transfer, int]] = []
+        self.ahead = 0  # when it is of no use any more, ns; 0: it is not read ahead
+        self.beside = False  # its read under way counts among those that nobody waited for
+        self.ticket: Ticket[Fetch] | None = None
+
+    def wanted(self, now: int) -> bool:
+        return self.ahead > now or any(not transfer.cancelled for transfer, _ in self.waiting)
 
 
 class Fetches:
@@ -65,18 +80,22 @@ class Fetches:
         self._evictions = evictions
         self.transfers: Transfers  # set by it
         self.by_cell: dict[int, Fetch] = {}
-        self._queues: list[deque[Fetch]] = [deque() for _ in store.ladder.lowers]
+        self._queues: list[FairQueue[Fetch]] = [FairQueue() for _ in store.ladder.lowers]
+        self._ahead: list[FairQueue[Fetch]] = [FairQueue() for _ in store.ladder.lowers]
         self._starting = [0] * len(self._queues)  # waiting for a slot, by tier
+        self._reading_ahead = [0] * len(self._queues)
+        self._no_room_until = 0  # for what is read ahead
+        self._no_room_ns = _PATIENCE_NS[0]
 
     @property
     def queued(self) -> int:
-        return sum(map(len, self._queues))
+        return sum(map(len, self._queues)) + sum(map(len, self._ahead))
 
     @property
     def stalled(self) -> bool:
         """Whether some wait for a tier that is away: the next slice answers them."""
-        pairs = zip(self._store.ladder.lowers, self._queues, strict=True)
-        return any(queue and not lower.readable for lower, queue in pairs)
+        trios = zip(self._store.ladder.lowers, self._queues, self._ahead, strict=True)
+        return any((queue or ahead) and not lower.readable for lower, queue, ahead in trios)
 
     # -- asking ---------------------------------------------------------------------------------
 
@@ -88,32 +107,109 @@ class Fetches:
             lower = store.ladder.source(cell)
             assert lower is not None
             row = store.cells.chunk[cell]
-            fetch = self.by_cell[cell] = Fetch(cell, row, lower, batch)
+            fetch = self.by_cell[cell] = Fetch(cell, row, lower, batch, transfer.lease.namespace)
             store.ladder.hold(row)
-            self._queues[lower.number].append(fetch)
+            self._queue(fetch)
+        elif fetch.ahead:  # from now on it is a load like any other
+            fetch.ahead = 0
+            fetch.tenant = transfer.lease.namespace
+            if fetch.ticket is not None and self._ahead[fetch.lower.number].remove(fetch.ticket):
+                fetch.batch = batch
+                self._queue(fetch)
         fetch.waiting.append((transfer, result))
+
+    def want_ahead(self, cell: int, tenant: str, until: int) -> None:
+        """Read a shard up if that disturbs nobody, before `until`. Pre: `reachable`, and not in
+        DRAM."""
+        store = self._store
+        fetch = self.by_cell.get(cell)
+        if fetch is not None:
+            if fetch.ahead:
+                fetch.ahead = max(fetch.ahead, until)
+            return
+        lower = store.ladder.source(cell)
+        assert lower is not None
+        row = store.cells.chunk[cell]
+        fetch = self.by_cell[cell] = Fetch(cell, row, lower, Batch(), tenant)
+        fetch.ahead = until
+        store.ladder.hold(row)
+        self._queue(fetch)
+
+    def too_late(self, cell: int) -> None:
+        """The time of a shard that is read ahead is over: if it waits still, it is not read."""
+        fetch = self.by_cell.get(cell)
+        if fetch is None or not fetch.ahead or fetch.wanted(self._store.now):
+            return
+        if fetch.ticket is not None and self._ahead[fetch.lower.number].remove(fetch.ticket):
+            self._give_up(fetch)
+
+    def _queue(self, fetch: Fetch) -> None:
+        store = self._store
+        space = store.spaces.of(store.chunks.space[fetch.row])
+        nbytes = space.nbytes[fetch.cell - store.chunks.cell[fetch.row]]
+        queues = self._ahead if fetch.ahead else self._queues
+        fetch.ticket = queues[fetch.lower.number].push(fetch.tenant, nbytes, fetch)
+
+    def set_weight(self, namespace: str, weight: float) -> None:
+        """A tenant's share of each tier's bandwidth, against others that want some."""
+        for queue in (*self._queues, *self._ahead):
+            queue.set_weight(namespace, weight)
 
     def pump(self) -> None:
         """Keep the tiers busy."""
-        for lower, queue in zip(self._store.ladder.lowers, self._queues, strict=True):
-            if not queue:
-                continue
+        trios = zip(self._store.ladder.lowers, self._queues, self._ahead, strict=True)
+        for lower, queue, ahead in trios:
             if not lower.readable:
-                for _ in range(min(_SLICE, len(queue))):
-                    self._elsewhere(queue.popleft(), TierAnswer.OFF)
+                for waiting in (queue, ahead):
+                    for _ in range(min(_SLICE, len(waiting))):
+                        self._elsewhere(waiting.pop(), TierAnswer.OFF)
                 continue
-            while queue and lower.reading + self._starting[lower.number] < lower.config.reads:
-                fetch = queue[0]
+            while (head := queue.peek()) and lower.reading + self._starting[
+                lower.number
+            ] < lower.config.reads:
+                fetch = head.item
                 batch = fetch.batch
                 if lower.config.first_alone and batch.started and not batch.landed:
                     break
-                queue.popleft()
-                if any(_open(transfer) for transfer, _ in fetch.waiting):
+                queue.pop()
+                if fetch.wanted(self._store.now):
                     batch.started += 1
                     self._starting[lower.number] += 1
                     self._jobs.start(self._start(fetch))
                 else:
                     self._give_up(fetch)
+            if ahead and not queue:
+                self._pump_ahead(lower, ahead)
+
+    def _pump_ahead(self, lower: Lower, ahead: FairQueue[Fetch]) -> None:
+        """What nobody waits for, beside loads: half of what the tier takes at a time, at most, and
+        never the last place."""
+        store, number = self._store, lower.number
+        most = max(1, lower.config.reads // 2)
+        while (head := ahead.peek()) and self._reading_ahead[number] < most:
+            fetch = head.item
+            if not fetch.wanted(store.now):
+                ahead.pop()
+                self._give_up(fetch)
+                continue
+            if lower.reading + self._starting[number] >= max(1, lower.config.reads - 1):
+                break
+            size = self._size(fetch)
+            if store.now < self._no_room_until:
+                break
+            record = -1
+            if store.transient_bytes + size <= store.config.transient_cap:
+                record = self._evictions.spare(size)
+            if record < 0:  # there may be some later, before its time is over
+                self._no_room_ns = min(2 * self._no_room_ns, _PATIENCE_NS[1])
+                self._no_room_until = store.now + self._no_room_ns
+                store.timers.add(self._no_room_until, "room", store.handle())
+                break
+            self._no_room_ns = _PATIENCE_NS[0]
+            ahead.pop()
+            fetch.transient = size
+            store.transient_bytes += size
+            self._read(fetch, record)
 
     def sweep(self) -> None:
         """Let transients go that nobody holds any more."""
@@ -122,48 +218,64 @@ class Fetches:
             row = store.fleeting.popleft()
             held = store.chunks.leases[row] or row in store.pinned or store.chunks.writing[row]
             if row in store.transients and not held:
-                store.drop(row, "transient", evicted=False)
+                if store.ladder.backed(row):
+                    store.drop(row, "transient", evicted=False)
+                else:  # what it was read from has been lost since: this is the last copy
+                    self.keep(row)
 
     # -- a slot ---------------------------------------------------------------------------------
 
     def _start(self, fetch: Fetch) -> Work[None]:
         store, chunks = self._store, self._store.chunks
-        row, cell, lower = fetch.row, fetch.cell, fetch.lower
-        space = store.spaces.of(chunks.space[row])
-        shard = cell - chunks.cell[row]
-        size, nbytes = space.slot_sizes[shard], space.nbytes[shard]
+        row = fetch.row
+        size = self._size(fetch)
         stays = chunks.warm[row] > 1 or (chunks.ready[row] and row not in store.transients)
         if not stays and store.transient_bytes + size <= store.config.transient_cap:
             fetch.transient = size
             store.transient_bytes += size
         record = yield from self._evictions.slot(size)
-        self._starting[lower.number] -= 1
-        fetch.record = record
+        self._starting[fetch.lower.number] -= 1
         if record < 0:
+            fetch.batch.landed = True  # no others wait for this one
             self._deliver(fetch, Outcome.NO_SPACE)
-            return
-        wanted = any(_open(transfer) for transfer, _ in fetch.waiting)
+        else:
+            self._read(fetch, record)
+
+    def _size(self, fetch: Fetch) -> int:
+        """Of the slot that the shard needs."""
+        store = self._store
+        space = store.spaces.of(store.chunks.space[fetch.row])
+        return space.slot_sizes[fetch.cell - store.chunks.cell[fetch.row]]
+
+    def _read(self, fetch: Fetch, record: int) -> None:
+        """There is a slot: hand the read over, if it is still of use."""
+        store, chunks = self._store, self._store.chunks
+        row, cell, lower = fetch.row, fetch.cell, fetch.lower
+        space = store.spaces.of(chunks.space[row])
+        shard = cell - chunks.cell[row]
+        fetch.record = record
+        wanted = fetch.wanted(store.now)
         if not (wanted and store.cells.state[cell] == col.ABSENT and self._there(fetch)):
+            fetch.batch.landed = True
             if wanted:
                 self._elsewhere(fetch, TierAnswer.MISS)
             else:
                 self._give_up(fetch)
             return
         number = store.ladder.begin("read", lower, cell, lower.config.read_ns, fetch)
+        ahead = fetch.beside = fetch.ahead > 0
+        self._reading_ahead[lower.number] += ahead
         store.out.append(
             TierRead(
                 number,
                 lower.number,
-                space.kind,
-                space.namespace_digest,
-                space.digest,
-                chunks.key_of(row),
-                shard,
+                *self.name(cell),
                 lower.at[cell],
                 lower.generation[cell],
                 store.slabs.offset(record),
-                nbytes,
+                space.nbytes[shard],
                 store.now + lower.config.read_ns,
+                ahead,
             )
         )
 
@@ -180,6 +292,8 @@ class Fetches:
         assert isinstance(fetch, Fetch)
         lower, cell, row = job.lower, job.cell, job.row
         fetch.batch.landed = True
+        self._reading_ahead[lower.number] -= fetch.beside
+        fetch.beside = False
         store.counters.own["shards_fetched", answer.value] += 1
         if answer is TierAnswer.OK and not (header is not None and self.fits(cell, header)):
             answer = TierAnswer.CORRUPT
@@ -206,9 +320,10 @@ class Fetches:
         if self.by_cell.get(fetch.cell) is not fetch:
             return
         self._store.counters.own["shards_fetched", "late"] += 1
-        successor = Fetch(fetch.cell, fetch.row, fetch.lower, fetch.batch)
+        successor = Fetch(fetch.cell, fetch.row, fetch.lower, fetch.batch, fetch.tenant)
         successor.waiting, fetch.waiting = fetch.waiting, []
         successor.tried = fetch.tried
+        successor.ahead = fetch.ahead
         self.by_cell[fetch.cell] = successor  # which takes over the hold on the row
         self._elsewhere(successor, TierAnswer.TIMEOUT)
 
@@ -268,10 +383,14 @@ class Fetches:
             kind = "stays"
         fetch.transient = 0
         counts = store.counters.tenant(space.namespace)
-        counts["shards_promoted", kind] += 1
+        counts["shards_promoted", "ahead" if fetch.ahead else kind] += 1
         store.recount(row)
-        if row in store.transients:
-            if chunks.warm[row] > 1:
+        if fetch.ahead > store.now:  # who said that he would come has it for fresh
+            store.touch(np.array([row], np.int64))
+        elif row in store.transients:
+            if fetch.ahead:  # too late: nobody came for it
+                store.fleeting.append(row)
+            elif chunks.warm[row] > 1:
                 self.keep(row)
             elif not chunks.leases[row]:
                 store.fleeting.append(row)
@@ -298,7 +417,7 @@ class Fetches:
             other = store.ladder.source(fetch.cell, fetch.tried)
         if other is not None:
             fetch.lower = other
-            self._queues[other.number].append(fetch)
+            self._queue(fetch)
             return
         ready = store.cells.state[fetch.cell] == col.READY
         self._deliver(fetch, Outcome.OK if ready else _OUTCOMES.get(answer, Outcome.MISS))
@@ -328,30 +447,21 @@ class Fetches:
 
     # -- deleting -------------------------------------------------------------------------------
 
-    def delete(self, lower: Lower, cell: int, owner: object = None) -> None:
-        """Forget a shard in a tier, and have it deleted there. The caller settles the row."""
+    def name(self, cell: int) -> tuple[int, bytes, bytes, bytes, int]:
+        """What a shard is called in a tier: kind, namespace, spec, chunk, shard."""
         store, chunks = self._store, self._store.chunks
         row = store.cells.chunk[cell]
         space = store.spaces.of(chunks.space[row])
+        shard = cell - chunks.cell[row]
+        return space.kind, space.namespace_digest, space.digest, chunks.key_of(row), shard
+
+    def delete(self, lower: Lower, cell: int, owner: object = None) -> None:
+        """Forget a shard in a tier, and have it deleted there. The caller settles the row."""
+        store = self._store
         at, generation = lower.at[cell], lower.generation[cell]
         store.ladder.forget(lower, cell)
-        number = store.ladder.begin("delete", lower, cell, lower.config.write_ns, owner)
+        within = lower.config.write_ns
+        number = store.ladder.begin("delete", lower, cell, within, owner)
         store.out.append(
-            TierDelete(
-                number,
-                lower.number,
-                space.kind,
-                space.namespace_digest,
-                space.digest,
-                chunks.key_of(row),
-                cell - chunks.cell[row],
-                at,
-                generation,
-                store.now + lower.config.write_ns,
-            )
+            TierDelete(number, lower.number, *self.name(cell), at, generation, store.now + within)
         )
-
-
-def _open(transfer: Transfer) -> bool:
-    """Whether somebody still waits for its results."""
-    return not transfer.cancelled

@@ -50,6 +50,10 @@ class Jobs:
         """Run the first slice at once."""
         self._run(job)
 
+    def later(self, job: Job) -> None:
+        """Run its first slice when it is its turn."""
+        self._ready.append(job)
+
     def step(self) -> bool:
         """Run one slice of one job; False if none is ready."""
         if not self._ready:

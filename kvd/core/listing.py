@@ -304,6 +304,9 @@ class Listing:
             "hits": chunks.hits[row],
             "leases": chunks.leases[row],
         }
+        kept = store.keeping.by_row.get(row)
+        if kept is not None and store.now < kept.until:
+            found["pinned_s" if kept.hard else "spared_s"] = (kept.until - store.now) // 10**6 / 1e3
         if store.layered:
             found["tiers"] = tiers
         return found

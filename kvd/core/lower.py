@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvd.core import columns as col
+from kvd.core.advice import Advice
 from kvd.core.columns import column
-from kvd.core.config import TierConfig
+from kvd.core.config import TierConfig, WritePolicy
 from kvd.eviction.base import Policy
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Lower:
         self.bit = 1 << number
         self.config = config
         self.name = config.name
-        self.policy = policy
+        self.policy = Advice(policy, config.name)
         self.np_at, self.at = column(rows, np.uint64)
         self.np_generation, self.generation = column(rows, np.uint64)
         self.np_state, self.state = column(rows, np.uint8)
@@ -63,7 +64,7 @@ class TierJob:
     def __init__(
         self, kind: str, lower: Lower, row: int, cell: int, deadline: int, owner: object
     ) -> None:
-        self.kind = kind  # read, write, delete or scrub
+        self.kind = kind  # read, write, delete, scrub or descent
         self.lower = lower
         self.row = row
         self.cell = cell
@@ -85,6 +86,8 @@ class Ladder:
             Lower(n, config, policy, rows)
             for n, (config, policy) in enumerate(zip(store.config.tiers, policies, strict=True))
         ]
+        for lower in self.lowers:
+            lower.policy.failed = store.policy_failed
         self.jobs: dict[int, TierJob] = {}
         self.active: dict[int, int] = {}  # row -> jobs and moves under way
         self.readable = 0  # bits of the tiers that can be read now
@@ -111,6 +114,12 @@ class Ladder:
         state = self._store.cells.state[cell]
         return bool(state == col.READY or (state == col.ABSENT and self.source(cell) is not None))
 
+    def wants(self, lower: Lower, row: int) -> bool:
+        """Whether a tier takes a chunk that leaves the one above, by its write policy."""
+        if lower.config.policy is WritePolicy.ON_SECOND_HIT:
+            return bool(self._store.chunks.hits[row] > 1)
+        return True
+
     def holds(self, lower: Lower, row: int) -> bool:
         """Whether the tier has every shard that DRAM has."""
         store = self._store
@@ -120,6 +129,17 @@ class Ladder:
         shards = store.spaces.of(store.chunks.space[row]).shards
         return all(
             store.cells.state[cell] != col.READY or lower.state[cell] == READY
+            for cell in range(first, first + shards)
+        )
+
+    def backed(self, row: int) -> bool:
+        """Whether every shard that DRAM has lies in some tier, too."""
+        store = self._store
+        first = store.chunks.cell[row]
+        shards = store.spaces.of(store.chunks.space[row]).shards
+        return all(
+            store.cells.state[cell] != col.READY
+            or any(lower.state[cell] == READY for lower in self.lowers)
             for cell in range(first, first + shards)
         )
 
@@ -156,15 +176,13 @@ class Ladder:
             queue = space.queues[0]
             lower.chunks += 1
             lower.residents[queue] = lower.residents.get(queue, 0) + 1
-            store.guard(
-                lambda: lower.policy.insert(
-                    row,
-                    parent=chunks.parent[row],
-                    queue=queue,
-                    size=space.chunk_slot_bytes,
-                    ghost=store.ghost(row),
-                    now=store.now,
-                )
+            lower.policy.insert(
+                row,
+                parent=chunks.parent[row],
+                queue=queue,
+                size=space.chunk_slot_bytes,
+                ghost=store.ghost(row),
+                now=store.now,
             )
         if count == space.shards:
             chunks.full[row] |= lower.bit
@@ -188,7 +206,7 @@ class Ladder:
         if not lower.count[row]:
             lower.chunks -= 1
             lower.residents[space.queues[0]] -= 1
-            store.guard(lambda: lower.policy.forget(row, evicted=True))
+            lower.policy.forget(row, evicted=True)
         store.recount(row)
 
     # -- jobs -----------------------------------------------------------------------------------

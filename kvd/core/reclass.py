@@ -9,6 +9,7 @@ leased, being written or condemned makes the attempt end, and the slab stays wha
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -133,35 +134,32 @@ class Reclass:
 
     def _choose(self, size: int, own: float | None, tried: set[int]) -> tuple[int, float] | None:
         """(slab, value up to which its chunks are evicted rather than moved), or None."""
-        store, slabs = self._store, self._store.slabs
-        try:
-            best: tuple[float, int, float] | None = None
-            reach: dict[int, float | None] = {}
-            looked = 0
-            for step in range(slabs.open):
-                slab = (self._hand + step) % slabs.open
-                other = slabs.slot_sizes[slab]
-                if not other or other == size or slab in slabs.draining or slab in tried:
-                    continue
-                if looked >= _SLABS:
-                    break
-                looked += 1
-                if other not in reach:
-                    reach[other] = self._reach(other, min(_DEPTH, slabs.taken[slab]))
-                limit = reach[other]
-                if own is not None and (limit is None or limit >= own):
-                    continue
-                found = self._cost(slab, self._coldness(other) or 0.0)
-                if found is None or (best is not None and found[0] >= best[0]):
-                    continue
-                if limit is None or slabs.taken[slab] > _DEPTH:
-                    limit = max(limit or found[1], found[1])
-                best = (found[0], slab, limit)
-            self._hand = (self._hand + 1) % max(slabs.open, 1)
-            return None if best is None else best[1:]
-        except Exception:  # noqa: BLE001 - a policy that raises: counted, no slab changes
-            store.counters.own["policy_errors", ""] += 1
-            return None
+        slabs = self._store.slabs
+        best: tuple[float, int, float] | None = None
+        reach: dict[int, float | None] = {}
+        looked = 0
+        for step in range(slabs.open):
+            slab = (self._hand + step) % slabs.open
+            other = slabs.slot_sizes[slab]
+            if not other or other == size or slab in slabs.draining or slab in tried:
+                continue
+            if looked >= _SLABS:
+                break
+            looked += 1
+            if other not in reach:
+                reach[other] = self._reach(other, min(_DEPTH, slabs.taken[slab]))
+            limit = reach[other]
+            if own is not None and (limit is None or limit >= own):
+                continue
+            cold = self._coldness(other)
+            found = self._cost(slab, cold if cold is not None and cold < inf else 0.0)
+            if found is None or (best is not None and found[0] >= best[0]):
+                continue
+            if limit is None or slabs.taken[slab] > _DEPTH:
+                limit = max(limit or found[1], found[1])
+            best = (found[0], slab, limit)
+        self._hand = (self._hand + 1) % max(slabs.open, 1)
+        return None if best is None else best[1:]
 
     def _cost(self, slab: int, cold: float) -> tuple[float, float] | None:
         """Sum of value of a slab's chunks above its class's coldest, and their mean value, from a
@@ -176,7 +174,7 @@ class Reclass:
         chunks = store.chunks
         if chunks.np_leases[rows].any() or chunks.np_writing[rows].any():
             return None
-        if store.hold and (store.cells.np_marks[held] & col.ADOPTED).any():
+        if store.hold and (store.cells.np_marks[held] & col.EARLIER).any():
             return None
         sample = rows[:: max(1, len(rows) // _SAMPLE)]
         if not len(sample):
@@ -224,7 +222,7 @@ class Reclass:
             row = cells.chunk[cell]
             if chunks.leases[row] or chunks.writing[row] or row in store.pinned:
                 return False
-            if store.hold and cells.marks[cell] & col.ADOPTED:
+            if store.hold and cells.marks[cell] & col.EARLIER:
                 return False
             if cells.state[cell] == col.BAD:
                 store.drop(row, "quarantine", evicted=False)
@@ -241,11 +239,7 @@ class Reclass:
         return True
 
     def _value(self, row: int) -> float:
-        try:
-            return self._store.policy.value(row, self._store.now)
-        except Exception:  # noqa: BLE001 - counted; without advice nothing is hot
-            self._store.counters.own["policy_errors", ""] += 1
-            return float("-inf")
+        return self._store.policy.value(row, self._store.now)
 
     def _move(self, cell: int, slab: int) -> bool:
         """Start to copy a slot to another slab of its class; False if there is no place."""
@@ -279,17 +273,14 @@ class Reclass:
         or NONE. Never the chunk itself: with a shard elsewhere it would look like one."""
         store = self._store
         value = self._value(row)
-        try:
-            for queue in store.spaces.class_queues.get(size, ()):
-                if not store.residents[queue]:
-                    continue
-                for n, other in enumerate(store.policy.victims(queue, store.now)):
-                    if n >= _DEPTH or store.policy.value(other, store.now) > value:
-                        break
-                    if other != row and self._legal(other) and self._elsewhere(other, slab, size):
-                        return other
-        except Exception:  # noqa: BLE001 - counted; then there is no place
-            store.counters.own["policy_errors", ""] += 1
+        for queue in store.spaces.class_queues.get(size, ()):
+            if not store.residents[queue]:
+                continue
+            for n, other in enumerate(store.policy.victims(queue, store.now)):
+                if n >= _DEPTH or store.policy.value(other, store.now) > value:
+                    break
+                if other != row and self._legal(other) and self._elsewhere(other, slab, size):
+                    return other
         return NONE
 
     def _elsewhere(self, row: int, slab: int, size: int) -> bool:

@@ -337,16 +337,15 @@ class Recovery:
         if store.holes[queue]:
             for filled in unique.tolist():
                 store.holes[queue].pop(filled, None)
+        self._adoption.last_uses(new, lower.policy)
         order = self._adoption.coldest_first(new) if len(new) > _SLICE else new
-        store.guard(
-            lambda: lower.policy.load(
-                order,
-                chunks.np_last[order],
-                parents=chunks.np_parent[order].astype(np.int64),
-                queue=queue,
-                size=space.chunk_slot_bytes,
-                ghost=store.ghost,
-            )
+        lower.policy.load(
+            order,
+            chunks.np_last[order],
+            parents=chunks.np_parent[order].astype(np.int64),
+            queue=queue,
+            size=space.chunk_slot_bytes,
+            ghosts=store.ghosts(order),
         )
         alone = unique[
             (chunks.np_ready[unique] == 0)

@@ -85,7 +85,8 @@ class Reserves:
         deadline = store.now + ask.ttl
         write = Write(store.handle(), session, space, deadline)
         ended = self._refusal(space, ask)
-        pinned: list[int] = []
+        pinned: list[int] = []  # what it relies on
+        rows: list[int] = []
         try:
             parent = self._parent(ask, pinned) if ended is None else NONE
             for i, key in enumerate(ask.keys):
@@ -107,9 +108,13 @@ class Reserves:
                     write.items += [None] * width
                     counts["key_mismatches", "reserve"] += 1
                     parent = self._known(space, key, parent)
+                    if parent != NONE:
+                        store.pin(parent)
+                        pinned.append(parent)
                     continue
                 store.pin(row)
                 pinned.append(row)
+                rows.append(row)
                 results = yield from self._shards(write, ask, row, refs)
                 outcomes += results
                 for end in _ENDS:
@@ -129,7 +134,7 @@ class Reserves:
                 for row in pinned:
                     store.unpin(row)
             raise
-        there = [row for row in pinned if store.chunks.ready[row]]
+        there = [row for row in rows if store.chunks.ready[row]]
         if there:  # who would store it again has used it
             store.touch(np.array(there[-1:], np.int64))
         for n, row in enumerate(pinned):

@@ -2,8 +2,10 @@
 
 The law of this module: the tier itself says when it is full, and what would help; which chunks go
 is decided by the tier's own policy among those that may: not leased, not in anybody's hands, and,
-if this is the last copy, a leaf. What was chosen is invisible at once and deleted then. Who waits
-for room tries again when the deletions are done, or learns that there will be none.
+if this is the last copy, a leaf (of what lies here and above: what hangs below it further down
+waits for it to be stored again). What was chosen is invisible at once and deleted then. Who waits
+for room tries again when the deletions are done, or learns that there will be none. Where there is
+a next tier, room is made well ahead of need, so that last copies have the time to go down there.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvd.core import columns as col
 from kvd.core.columns import NONE
+from kvd.core.descents import Descent, Descents
 from kvd.core.fetches import Fetches
 from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.lower import READY, Lower, TierJob
@@ -22,20 +26,33 @@ from kvd.core.store import Store
 _BATCH = 32  # chunks deleted at a time, at most
 _PART = 50  # of a tier's chunks: a fiftieth is deleted at a time
 _SKIPS = 64
+_SCAN = 1024  # rows looked at where a policy does not know all
 _STRIDE = 1 << 16
+_KIDS = 64  # looked at
+_AHEAD = 8  # payloads, of a tier that is not the last
 
 
 class Rooms:
     """`retry(move, cell, room=)`: a write that waited may try again, or has to give up."""
 
-    def __init__(self, store: Store, jobs: Jobs, fetches: Fetches) -> None:
+    def __init__(self, store: Store, jobs: Jobs, fetches: Fetches, descents: Descents) -> None:
         self._store = store
         self._jobs = jobs
         self._fetches = fetches
+        self._descents = descents
+        descents.ended = self._descended
+        descents.full = self.make
         self.retry: Callable[..., None] = lambda move, cell, *, room: None
         self._waiting: dict[tuple[int, int], deque[tuple[object, int]]] = {}  # (tier, size)
         self._deleting: dict[tuple[int, int], int] = {}  # deletions under way
         self._running: set[tuple[int, int]] = set()
+        self._down: dict[tuple[int, int], int] = {}  # descents under way
+
+    def ahead(self, lower: Lower) -> int:
+        """How many more payloads a tier should have room for, at the least."""
+        least = max(2, lower.writing)
+        last = lower.number + 1 == len(self._store.ladder.lowers)
+        return least if last else least + max(1, min(_AHEAD, lower.chunks // _PART))
 
     def wait(
         self, lower: Lower, size: int, move: object, cell: int, empty: tuple[int, ...]
@@ -48,6 +65,8 @@ class Rooms:
     def make(self, lower: Lower, size: int, empty: tuple[int, ...]) -> None:
         """Delete some chunks of a tier with shards of this class, or those at the places named."""
         place = (lower.number, size)
+        if self._down.get(place) and not self._waiting.get(place):
+            return  # nobody is in a hurry
         if place not in self._running and not self._deleting.get(place):
             self._running.add(place)
             self._jobs.start(self._make(lower, size, empty))
@@ -56,21 +75,33 @@ class Rooms:
         store = self._store
         place = (lower.number, size)
         count = max(1, min(_BATCH, lower.chunks // _PART))
+        hurried = bool(self._waiting.get(place))
         before = lower.chunks
         if empty:
             yield from self._empty(lower, size, empty)
         passed: dict[int, int] = {}
+        turn = lower.policy.turn
         while not empty and count > 0:
-            row = self._pick(lower, size, passed)
-            if row is None:
+            row = self._pick(lower, size, passed, hurried=bool(self._waiting.get(place)))
+            if lower.policy.turn != turn:  # it names others than it did
+                turn = lower.policy.turn
+                passed.clear()
+            elif row is None:
                 break
+            if row is None:
+                row = NONE
             if row != NONE:
-                self.drop(lower, row, "capacity", place)
                 count -= 1
+                if not self._waiting.get(place) and self._descents.begin(lower, row, place):
+                    self._down[place] = self._down.get(place, 0) + 1
+                else:
+                    self.drop(lower, row, "capacity", place)
             if spent(store, 5):
                 yield Pause.SLICE
         self._running.discard(place)
-        if not self._deleting.get(place):
+        if self._waiting.get(place) and not hurried:  # they came meanwhile
+            self.make(lower, size, ())
+        elif not self._deleting.get(place):
             self._answer(place, room=lower.chunks < before)
 
     def _empty(self, lower: Lower, size: int, empty: tuple[int, ...]) -> Work[None]:
@@ -91,42 +122,79 @@ class Rooms:
                 yield Pause.SLICE
 
     def legal(self, lower: Lower, row: int) -> bool:
-        """Whether the chunk may leave the tier now."""
+        """Whether the chunk may be deleted from the tier now."""
+        if self._held(row):
+            return False
+        return self._leaf(lower, row) or self._store.ladder.elsewhere(lower, row)
+
+    def _held(self, row: int) -> bool:
         store, chunks = self._store, self._store.chunks
         if chunks.leases[row] or chunks.writing[row] or row in store.pinned:
-            return False
-        return bool(chunks.child[row] == NONE) or store.ladder.elsewhere(lower, row)
+            return True
+        return bool(store.keeping.by_row and store.keeping.pinned(row, store.now))
 
-    def _pick(self, lower: Lower, size: int, passed: dict[int, int]) -> int | None:
+    def _leaf(self, lower: Lower, row: int) -> bool:
+        chunks = self._store.chunks
+        child = chunks.child[row]
+        above = self._store.ladder.lowers[: lower.number + 1]
+        for _ in range(_KIDS):
+            if child == NONE:
+                return True
+            if chunks.tally[child] & col.HERE or any(low.count[child] for low in above):
+                return False
+            child = chunks.next[child]
+        return False
+
+    def _may(self, lower: Lower, row: int, *, hurried: bool) -> bool:
+        """Whether the chunk may be chosen: to be deleted, or to go to the next tier first."""
+        if self.legal(lower, row):
+            return True
+        return not hurried and not self._held(row) and self._descents.possible(lower, row)
+
+    def _pick(
+        self, lower: Lower, size: int, passed: dict[int, int], *, hurried: bool
+    ) -> int | None:
         """The chunk that goes next; NONE after some that may not; None if there is none."""
         store = self._store
         best, least = -1, 0.0
-        try:
-            for queue in store.spaces.class_queues.get(size, ()):
-                count = lower.residents.get(queue, 0)
-                if not count or passed.get(queue, 0) >= count:
-                    continue
-                cold = lower.policy.coldness(queue, store.now)
-                if cold is not None and (best < 0 or cold < least):
-                    best, least = queue, cold
-            if best < 0:
-                return None
-            skipped: list[int] = []
-            for row in lower.policy.victims(best, store.now):
-                if self.legal(lower, row):
-                    return row
-                skipped.append(row)
-                if len(skipped) >= _SKIPS:
-                    break
-            else:
-                passed[best] = lower.residents[best]
-            skipped.reverse()
-            lower.policy.touch(skipped, store.now)
-            passed[best] = passed.get(best, 0) + len(skipped)
-            return NONE
-        except Exception:  # noqa: BLE001 - counted; then nothing of this tier goes
-            store.counters.own["policy_errors", ""] += 1
+        for queue in store.spaces.class_queues.get(size, ()):
+            count = lower.residents.get(queue, 0)
+            if not count or passed.get(queue, 0) >= count:
+                continue
+            cold = lower.policy.coldness(queue, store.now)
+            if cold is not None and (best < 0 or cold < least):
+                best, least = queue, cold
+        if best < 0:
+            if lower.policy.partial:
+                return self._scan(lower, size, passed, hurried=hurried)
             return None
+        skipped: list[int] = []
+        for row in lower.policy.victims(best, store.now):
+            if self._may(lower, row, hurried=hurried):
+                lower.policy.defer(skipped, store.now)
+                return row
+            skipped.append(row)
+            if len(skipped) >= _SKIPS:
+                break
+        else:
+            passed[best] = lower.residents[best]
+        lower.policy.defer(skipped, store.now)
+        passed[best] = passed.get(best, 0) + len(skipped)
+        return NONE
+
+    def _scan(
+        self, lower: Lower, size: int, passed: dict[int, int], *, hurried: bool
+    ) -> int | None:
+        """As `_pick`, where the policy does not know all: by row numbers."""
+        store = self._store
+        queues = store.spaces.class_queues.get(size, ())
+        begin = passed.get(NONE, 0)
+        end = passed[NONE] = min(begin + _SCAN, store.chunks.used)
+        for row in (np.flatnonzero(lower.np_count[begin:end]) + begin).tolist():
+            space = store.spaces.of(store.chunks.space[row])
+            if space.queues[0] in queues and self._may(lower, row, hurried=hurried):
+                return int(row)
+        return NONE if end < store.chunks.used else None
 
     def drop(self, lower: Lower, row: int, why: str, place: tuple[int, int] | None = None) -> int:
         """Take a chunk out of a tier; the payload bytes that it had there. Pre: it is in nobody's
@@ -146,6 +214,15 @@ class Rooms:
         counts["chunks_evicted_below", why] += 1
         store.unpin(row)
         return freed
+
+    def _descended(self, descent: Descent) -> None:
+        """A chunk is in the next tier, or will not get there: here it goes."""
+        store, row, lower = self._store, descent.row, descent.source
+        self._down[descent.place] -= 1
+        chunks = store.chunks
+        same = chunks.space[row] and chunks.key_of(row) == descent.key and lower.count[row]
+        if same and self.legal(lower, row):
+            self.drop(lower, row, "capacity" if descent.failed else "demoted", descent.place)
 
     def deleted(self, job: TierJob) -> None:
         """A deletion came back, however it ended: the shard is forgotten."""

@@ -125,11 +125,7 @@ class Scrubs:
             TierScrub(
                 number,
                 lower.number,
-                space.kind,
-                space.namespace_digest,
-                space.digest,
-                chunks.key_of(row),
-                shard,
+                *self._fetches.name(cell),
                 lower.at[cell],
                 lower.generation[cell],
                 space.nbytes[shard],

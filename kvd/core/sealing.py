@@ -77,4 +77,3 @@ class Seals:
             store.counters.own["seals_failed", ""] += 1
         if same and store.layered:
             store.sealed.append(cell)
-        self.pump()

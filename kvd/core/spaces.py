@@ -29,6 +29,9 @@ class Space:
         self.digest = spec.digest
         self.namespace_digest = namespace_digest(namespace)
         self.kind = kind
+        # mixed into what stands for its keys in policies: another tenant's use of a key is no use
+        words = int.from_bytes(self.namespace_digest[:8]) * 3 + int.from_bytes(spec.digest[:8])
+        self.salt = (words * 5 + kind) & (1 << 64) - 1
         self.chained = kind == Kind.PREFIX
         self.shards = len(spec.shards)
         self.nbytes = tuple(s.nbytes for s in spec.shards)
@@ -62,6 +65,7 @@ class Spaces:
         self.version = 0  # rises when a spec or namespace is new
         self._numbers: dict[tuple[str, bytes, int], int] = {}
         self.by_number: list[Space | None] = [None]
+        self.salts = [0]
         self._queues: dict[tuple[str, tuple[int, ...], bool], int] = {}
         self.queue_classes: list[tuple[int, ...]] = []
         self.queue_adopted: list[bool] = []
@@ -107,6 +111,7 @@ class Spaces:
         self._numbers[namespace, spec, kind] = number
         self.known.add((namespace, spec))
         self.by_number.append(space)
+        self.salts.append(space.salt)
         self.name(namespace)
         return space
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvd.core.counters import as_dict
 from kvd.core.leases import Leases
+from kvd.core.lower import Lower
 from kvd.core.store import Store
 from kvd.core.writes import Phase, Writes
 
@@ -24,6 +25,7 @@ def stat(
     """All sections; of one tenant, or of all (namespace None). A tenant's has its own counters and
     gauges, and of the tiers how full they are, for that is what it is refused by."""
     slabs = store.slabs
+    store.keeping.expire(store.now)
     spaces = [s for s in store.spaces.all() if namespace in (None, s.namespace)]
     if namespace is None:
         gauges = {
@@ -35,15 +37,17 @@ def stat(
             "held_bytes": store.held_bytes,
             "pending_touches": len(store.touches),
             "transient_bytes": store.transient_bytes,
+            "kept_bytes": store.keeping.nbytes,
             **moving,
         }
         counters = store.counters.total()
         sessions = len(store.sessions)
     else:
         gauges = _own(leases, writes, namespace)
+        gauges["kept_bytes"] = store.keeping.of(namespace)
         counters = as_dict(store.counters.tenant(namespace))
         sessions = sum(s.namespace == namespace for s in store.sessions.by_number.values())
-    tier = {
+    tier: dict[str, Any] = {
         "name": "dram",
         "limit_bytes": store.config.size,
         "used_bytes": slabs.taken_bytes,
@@ -55,8 +59,10 @@ def stat(
         "writing_bytes": gauges["writing_bytes"],
         "held_bytes": store.held_bytes,
         "leased_chunks": gauges["leased_chunks"],
-        "state": "draining" if store.draining else "ok",
+        "state": "draining" if store.draining else "degraded" if store.policy.error else "ok",
     }
+    if namespace is None:
+        tier["eviction"] = store.policy.shown()
     below = [
         {
             "name": lower.name,
@@ -66,7 +72,8 @@ def stat(
             "reading": lower.reading,
             "writing": lower.writing,
             "overdue": lower.overdue,
-            "state": "ok" if lower.readable and lower.writable else "degraded",
+            "eviction": lower.policy.shown(),
+            "state": "ok" if _well(lower) else "degraded",
         }
         for lower in store.ladder.lowers
     ]
@@ -94,6 +101,10 @@ def stat(
         "counters": {**counters, **gauges},
         "tenants": tenants,
     }
+
+
+def _well(lower: Lower) -> bool:
+    return lower.readable and lower.writable and not lower.policy.error
 
 
 def _own(leases: Leases, writes: Writes, namespace: str) -> dict[str, int]:

@@ -10,17 +10,20 @@ holes and the index.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvd.chunk import NO_PARENT, ChunkHeader, HeaderFlag, State
 from kvd.core import columns as col
-from kvd.core.actions import Action, PatchRecord, WriteRecord
+from kvd.core.actions import Action, PatchRecord, PolicyFailed, WriteRecord
+from kvd.core.advice import Advice
 from kvd.core.columns import NONE, Cells, Chunks
 from kvd.core.config import SECOND_NS, CoreConfig
 from kvd.core.counters import Counters
+from kvd.core.hints import Keeping
 from kvd.core.index import Index
 from kvd.core.lower import Ladder
 from kvd.core.sessions import Sessions
@@ -33,12 +36,22 @@ _NO_ID = bytes(16)
 TOUCH_SLICE = 512  # chunks whose recency is applied at once
 
 
+class Touch(NamedTuple):
+    """Uses, or what is said to be over, that policies are not told of yet."""
+
+    rows: NDArray[np.int64]
+    words: NDArray[np.uint64]  # of each one's key: the row may be another's by then
+    when: int
+    over: bool
+
+
 class Store:
     """The state of the core, without what belongs to one kind of request."""
 
     def __init__(self, config: CoreConfig, policy: Policy, below: Sequence[Policy] = ()) -> None:
         self.config = config
-        self.policy = policy
+        self.policy = Advice(policy, "dram")
+        self.policy.failed = self.policy_failed
         self.chunks = Chunks(config.rows)
         self.cells = Cells(config.rows)
         self.slabs = Slabs(config)
@@ -50,7 +63,7 @@ class Store:
         self.out: list[Action] = []
         self.now = 0
         self.units = 0  # work done in this slice, see jobs.py
-        self.policy_failed = False  # it may not know all that is resident
+        self.keeping = Keeping(config)  # what hints have pinned or spared
         self.draining = False  # takes no stores any more
         # Handles and generations go on from the epoch, so that none is ever given twice, in this
         # life or another.
@@ -58,12 +71,10 @@ class Store:
         self._generation = config.epoch
         self.holes: list[dict[int, None]] = []  # by queue
         self.bad: list[dict[int, None]] = []  # by queue: nothing left but quarantined shards
-        self.lost: list[dict[int, None]] = []  # by queue: the policy failed to take them
         self.residents: list[int] = []  # by queue: chunks in the policy
         self.husks: deque[int] = deque()  # rows that may be empty by now
         self.pinned: dict[int, int] = {}  # chunks that a request in progress relies on
-        # uses whose recency is not applied yet: (chunks, a word of each one's key, when)
-        self.touches: deque[tuple[NDArray[np.int64], NDArray[np.uint64], int]] = deque()
+        self.touches: deque[Touch] = deque()  # what policies are not told yet
         self.unsealed: deque[int] = deque()  # cells
         self.leased_chunks = 0
         self.writing_bytes = 0
@@ -237,6 +248,7 @@ class Store:
         self.index.remove(row)
         if self.layered:
             chunks.warm[row] = 0
+        self.keeping.drop(row)
         chunks.give(row)
 
     def sweep(self, budget: int) -> int:
@@ -265,7 +277,6 @@ class Store:
         while len(self.holes) < len(self.spaces.queue_classes):
             self.holes.append({})
             self.bad.append({})
-            self.lost.append({})
             self.residents.append(0)
 
     # -- shards ---------------------------------------------------------------------------------
@@ -278,40 +289,30 @@ class Store:
         self.holes[space.queues[0]].pop(row, None)
         self.bad[queue].pop(row, None)
         self.residents[queue] += 1
-        known = self.guard(
-            lambda: self.policy.insert(
-                row,
-                parent=chunks.parent[row],
-                queue=queue,
-                size=space.chunk_slot_bytes,
-                ghost=self.ghost(row),
-                now=self.now,
-            )
+        self.policy.insert(
+            row,
+            parent=chunks.parent[row],
+            queue=queue,
+            size=space.chunk_slot_bytes,
+            ghost=self.ghost(row),
+            now=self.now,
         )
-        if not known:
-            self.lost[queue][row] = None
 
     def leave(self, row: int, *, evicted: bool) -> None:
         """No shard is ready any more."""
         queue = self.queue(row)
         self.residents[queue] -= 1
-        self.lost[queue].pop(row, None)
-        self.guard(lambda: self.policy.forget(row, evicted=evicted))
+        self.policy.forget(row, evicted=evicted)
 
-    def guard(self, advise: Callable[[], object]) -> bool:
-        """A policy that raises costs order, never service. Whether it didn't."""
-        try:
-            advise()
-            return True
-        except Exception:  # noqa: BLE001 - counted; the store is right without its advice
-            self.counters.own["policy_errors", ""] += 1
-            self.policy_failed = True
-            return False
+    def policy_failed(self, told: PolicyFailed) -> None:
+        """A policy that raises costs order, never service."""
+        self.counters.own["policy_errors", ""] += 1
+        self.out.append(told)
 
-    def free_slot(self, record: int, *, adopted: bool = False) -> None:
+    def free_slot(self, record: int, *, earlier: bool = False) -> None:
         """The slot's generation changes now, before anybody can get it."""
         self.out.append(PatchRecord(record, state=State.FREE, generation=self.generation()))
-        if adopted and self.hold:
+        if earlier and self.hold:
             self.slabs.set_cell(record, DETACHED)
             self.held.append(record)
             self.held_bytes += self.slabs.size_of(record)
@@ -362,7 +363,7 @@ class Store:
     def clear_cell(self, cell: int) -> None:
         """Free the slot of a ready or quarantined cell. Counts are the caller's."""
         cells = self.cells
-        self.free_slot(cells.record[cell], adopted=bool(cells.marks[cell] & col.ADOPTED))
+        self.free_slot(cells.record[cell], earlier=bool(cells.marks[cell] & col.EARLIER))
         cells.state[cell] = col.ABSENT
         # ADOPTED stays: it names the chunk's queue until its last cell is given back
         cells.marks[cell] &= col.ADOPTED
@@ -415,24 +416,37 @@ class Store:
         self.out.append(WriteRecord(cells.record[cell], header))
 
     def ghost(self, row: int) -> int:
-        """64 bits that stand for a key in a policy's memory of what it evicted."""
-        return int(self.chunks.np_key[row, 1])
+        """64 bits that stand for a chunk in a policy's memory of what it evicted."""
+        return int(self.chunks.np_key[row, 1]) ^ self.spaces.salts[self.chunks.space[row]]
+
+    def ghosts(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """The same of many."""
+        salts = np.array(self.spaces.salts, np.uint64)
+        ghosts: NDArray[np.uint64] = self.chunks.np_key[rows, 1] ^ salts[self.chunks.np_space[rows]]
+        return ghosts
 
     # -- recency --------------------------------------------------------------------------------
 
-    def touch(self, rows: NDArray[np.int64]) -> None:
-        """These chunks and all their ancestors were used now; applied after the reply."""
-        self.touches.append((rows, self.chunks.np_key[rows, 0], self.now))
+    def touch(self, rows: NDArray[np.int64], *, over: bool = False) -> None:
+        """These chunks and all their ancestors were used now; applied after the reply. `over`:
+        these alone, from leaf to root, are said not to be used again."""
+        self.touches.append(Touch(rows, self.chunks.np_key[rows, 0], self.now, over))
 
     def apply_touches(self, budget: int) -> int:
         """Apply what was deferred, oldest first; what is left of the budget."""
         chunks = self.chunks
         while self.touches and budget > 0:
-            rows, words, when = self.touches.popleft()
+            rows, words, when, over = self.touches.popleft()
             here = (chunks.np_key[rows, 0] == words) & (chunks.np_space[rows] != 0)
+            if over:
+                some = rows[here].tolist()
+                budget -= len(some) + 1
+                for advice in (self.policy, *(lower.policy for lower in self.ladder.lowers)):
+                    advice.cool(some, when)
+                continue
             for n, row in enumerate(rows.tolist()):
                 if budget <= 0:
-                    self.touches.appendleft((rows[n:], words[n:], when))
+                    self.touches.appendleft(Touch(rows[n:], words[n:], when, over))
                     break
                 chain = list(self.ancestors(row)) if here[n] else []
                 chain.reverse()
@@ -441,6 +455,6 @@ class Store:
         return budget
 
     def _used(self, chain: list[int], when: int) -> None:
-        self.guard(lambda: self.policy.touch(chain, when))
+        self.policy.touch(chain, when)
         for lower in self.ladder.lowers:
-            self.guard(lambda lower=lower: lower.policy.touch(chain, when))  # type: ignore[misc]
+            lower.policy.touch(chain, when)

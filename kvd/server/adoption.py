@@ -8,10 +8,11 @@ may still be copying: their slots stay out of use until the lock is free.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +20,12 @@ from kvd.arena import MEMORY_KINDS, ArenaOwner, file_system_kind
 from kvd.chunk import KVSpec
 from kvd.core import Core, CoreConfig, TierConfig
 from kvd.errors import ArenaError, ConfigError, SpecError
-from kvd.eviction.lru import Lru
+from kvd.eviction import Policy, factory
 from kvd.server.config import Config
 from kvd.server.counters import Counters
+from kvd.server.remembering import read_memory
 
-__all__ = ["Opened", "SpecRegistry", "check_arena_path", "open_core"]
+__all__ = ["Opened", "SpecRegistry", "check_arena_path", "open_core", "policy_of"]
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +84,18 @@ def check_arena_path(config: Config) -> None:
     )
 
 
+def policy_of(config: Config) -> Callable[[], Policy]:
+    """The maker of the policy that is configured, one for each tier. ConfigError if there is none
+    of that name."""
+    try:
+        return factory(config.eviction_policy, importlib.import_module)
+    except ConfigError as refused:
+        origin = config.origins.get("eviction.policy", "default")
+        raise ConfigError(
+            f"eviction.policy = {config.eviction_policy!r} ({origin}): {refused}"
+        ) from None
+
+
 def core_config(config: Config, arena: ArenaOwner, tiers: Sequence[TierConfig] = ()) -> CoreConfig:
     return CoreConfig(
         instance=config.instance,
@@ -98,6 +112,9 @@ def core_config(config: Config, arena: ArenaOwner, tiers: Sequence[TierConfig] =
         max_specs=config.max_specs,
         write_share=config.write_share,
         lease_share=config.lease_share,
+        pin_share=config.pin_share,
+        pin_total_share=config.pin_total_share,
+        pin_max_ns=int(config.pin_max_s * NS),
         tiers=tuple(tiers),
         high=config.watermarks[0],
         low=config.watermarks[1],
@@ -115,10 +132,15 @@ def open_core(
 ) -> Opened:
     """A core over the arena, with what was adopted in it."""
     begun = time.monotonic()
-    core = Core(core_config(config, arena, tiers), Lru)
+    core = Core(core_config(config, arena, tiers), policy_of(config))
     core.ask_room(arena.reserve_records)
     core.grow(arena.reserved)
     registry = SpecRegistry(arena, core, counters)
+    known = read_memory(Path(config.policy_file), config.instance)
+    if known:
+        tiers_known = core.recall(known, time.monotonic_ns())
+        log.info("eviction goes on where it was in: %s", ", ".join(tiers_known) or "no tier")
+    del known
     if not arena.adopted:
         return Opened(core, [], registry, [], 0, 0, 0.0)
     stored = arena.registry_load()

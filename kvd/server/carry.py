@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvd.arena import ArenaOwner
     from kvd.core import Core
     from kvd.server.ladder import Ladder
+    from kvd.server.remembering import Keeper
 
 __all__ = ["Carrier"]
 
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 _MOVES = frozenset({ev.Reserve, ev.Commit, ev.Load})  # before or behind them a client copies
 _LOAD = int(ev.LookupFlag.LOAD)
+_SEAL_BYTES = 32 << 20  # hashed in one go, so that a store that comes waits some ms at most
+_SEALS = 32
 _RECORDS = (ac.AssignSlab, ac.WriteRecord, ac.PatchRecord)
 
 
@@ -45,6 +48,7 @@ class Carrier:
         transfers: Transfers,
         counters: Counters,
         ladder: Ladder | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self.core = core
         self._ladder = ladder
@@ -53,6 +57,7 @@ class Carrier:
         self._counters = counters
         self._waiting: deque[Any] = deque()
         self._busy = False
+        self._seals: list[ac.Seal] = []  # of the list under way
         self._carry: dict[type, Callable[[Any], None]] = {
             ac.Reply: self._reply,
             ac.Fail: self._fail,
@@ -63,7 +68,10 @@ class Carrier:
             ac.Seal: self._start_seal,
             ac.Verify: self._start_verify,
             ac.Copy: self._start_copy,
+            ac.PolicyFailed: self._policy_failed,
         }
+        if keeper is not None:
+            self._carry[ac.Remembered] = lambda action: keeper.add(action.part)
         if ladder is not None:
             for kind in (ac.TierWrite, ac.TierRead, ac.TierScrub, ac.TierDelete):
                 self._carry[kind] = ladder.add
@@ -115,6 +123,8 @@ class Carrier:
                     self._give_up(action.request, error)
                 elif isinstance(action, _RECORDS):
                     broken = error
+        if self._seals:
+            self._submit_seals()
         if self._ladder is not None:
             self._ladder.flush()
 
@@ -146,20 +156,56 @@ class Carrier:
     def _lease_horizon(self, action: ac.LeaseHorizon) -> None:
         self._arena.lease_horizon = action.until
 
+    def _policy_failed(self, action: ac.PolicyFailed) -> None:
+        log.error(
+            "eviction policy of tier %s has failed; LRU takes over until the next start: %s",
+            action.tier,
+            action.error,
+            exc_info=action.fault,
+        )
+
     # -- work for the threads -------------------------------------------------------------------
 
     def _start_seal(self, action: ac.Seal) -> None:
-        view = self._arena.view[action.offset : action.offset + action.length]
+        if action.urgent:
+            self._submit_seal([action], background=False)
+        else:
+            self._seals.append(action)
 
-        def done(digest: bytes | None) -> None:
-            self.feed(ev.Sealed(action.record, action.generation, digest or b""))
+    def _submit_seals(self) -> None:
+        """Those of one list together: a job and an event for each cost more than the hashing."""
+        seals, self._seals = self._seals, []
+        group: list[ac.Seal] = []
+        nbytes = 0
+        for seal in seals:
+            if group and (nbytes + seal.length > _SEAL_BYTES or len(group) >= _SEALS):
+                self._submit_seal(group, background=True)
+                group, nbytes = [], 0
+            group.append(seal)
+            nbytes += seal.length
+        self._submit_seal(group, background=True)
+
+    def _submit_seal(self, seals: list[ac.Seal], *, background: bool) -> None:
+        view = self._arena.view
+        views = [view[seal.offset : seal.offset + seal.length] for seal in seals]
+
+        def done(digests: list[bytes] | None) -> None:
+            told = digests or [b""] * len(seals)
+            self.feed(
+                ev.SealedMany(
+                    [
+                        ev.Sealed(seal.record, seal.generation, digest)
+                        for seal, digest in zip(seals, told, strict=True)
+                    ]
+                )
+            )
 
         self._transfers.submit(
             Job(
-                f"seal record {action.record}",
-                lambda: payload_digest(view),
+                f"seal record {seals[0].record}",
+                lambda: [payload_digest(view) for view in views],
                 done,
-                background=not action.urgent,
+                background=background,
             )
         )
 

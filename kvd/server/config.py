@@ -35,6 +35,7 @@ _OTHER_WORDS = {
     "arena.path": ("shm", "directory"),
     "daemon.socket": ("ipc", "listen", "bind", "address", "host", "port", "url"),
     "daemon.log_level": ("verbos", "debug"),
+    "eviction.policy": ("evict", "lru", "replacement"),
     "limits.sessions": ("client", "connection"),
     "namespaces": ("tenant", "user"),
 }
@@ -64,6 +65,11 @@ class Config:
     write_max_s: float
     write_share: float
     lease_share: float
+    pin_share: float
+    pin_total_share: float
+    pin_max_s: float
+    eviction_policy: str
+    eviction_keep_s: float
     watermarks: tuple[float, float]
     transient_share: float
     room_wait_s: float
@@ -109,6 +115,8 @@ class Config:
     directory_prefix: str
     directory_ttl_s: float
     directory_wait_s: float
+    trace_record: str | None
+    trace_limit: int
     namespaces: tuple[NamespaceRule, ...]
     admin_uids: tuple[int, ...]
     admin_group: str
@@ -122,6 +130,11 @@ class Config:
     def arena_base(self) -> str:
         """Path of the arena's files without their endings."""
         return os.path.join(self.arena_path, f"kvd-{os.getuid()}-{self.instance}")
+
+    @property
+    def policy_file(self) -> str:
+        """Path of what the policies know."""
+        return self.arena_base + ".policy"
 
     @property
     def admin_gid(self) -> int | None:

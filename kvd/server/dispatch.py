@@ -28,6 +28,7 @@ from kvd.errors import (
 )
 from kvd.server.counters import Counters
 from kvd.server.inline import Inline
+from kvd.server.recording import Recorder
 from kvd.server.replies import Seen, Taken
 from kvd.server.requests import Request
 from kvd.server.respond import REPEATABLE, Responder
@@ -133,7 +134,9 @@ class Dispatcher:
         counters: Counters,
         limits: Limits,
         epoch: int,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = recorder
         self._host = host
         self._sessions = sessions
         self._responder = responder
@@ -267,6 +270,8 @@ class Dispatcher:
 
     def _dispatch(self, request: Request, message: Any, payload: list[zmq.Frame]) -> None:
         kind = type(message)
+        if self._recorder is not None and (kind is m.Lookup or kind is m.Get):
+            self._recorder.note(request.session.grant.namespace, message)
         if kind is m.Put:
             self._inline.put(request, message, payload)
             return
@@ -328,7 +333,9 @@ _SAME_FIELDS: dict[type, Callable[..., Any]] = {
     m.Abort: ev.Abort,
     m.Lookup: ev.Lookup,
     m.Load: ev.Load,
+    m.Prefetch: ev.Prefetch,
     m.Cancel: ev.Cancel,
     m.Renew: ev.Renew,
     m.Release: ev.Release,
+    m.Hint: ev.Hint,
 }

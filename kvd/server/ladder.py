@@ -13,10 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvd.chunk import namespace_digest
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.server.tiers import TierPlan
@@ -36,9 +38,10 @@ WATCH_S = 0.2  # how late a tier's change of health is noticed where no completi
 
 
 class Ladder:
-    """All tiers below DRAM. `feed` takes an event for the core. For the loop's thread."""
+    """All tiers below DRAM. `feed` takes an event for the core; `beside`: the arena's file, whose
+    neighbours are what has to outlive the daemon. For the loop's thread."""
 
-    def __init__(self, plans: Sequence[TierPlan], view: memoryview) -> None:
+    def __init__(self, plans: Sequence[TierPlan], view: memoryview, beside: Path) -> None:
         self.completions = t.Completions()
         self.plans = plans
         self.tiers: list[t.Tier] = []
@@ -46,6 +49,10 @@ class Ladder:
         self.feed: Callable[[Any], None] = lambda event: None
         self.completed: Callable[[Any, t.Completion], None] | None = None  # told before the core
         self._view = view
+        self._cursors = [
+            plan.cursor or beside.with_name(f"{beside.name}.scrub-{plan.config.name}")
+            for plan in plans
+        ]
         self.news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = threading.Event()
         self._askers: list[threading.Thread] = []
@@ -53,6 +60,7 @@ class Ladder:
         self._transfers: Transfers | None = None
         self._jobs: list[list[t.Job]] = [[] for _ in plans]
         self._told: list[tuple[bool, bool] | None] = [None for _ in plans]
+        self._kept: dict[int, t.Buffer] = {}  # by job: payloads on their way to another tier
         self._probes: dict[object, Callable[[t.Completion], None]] = {}
 
     # -- life -----------------------------------------------------------------------------------
@@ -148,6 +156,11 @@ class Ladder:
         os.close(self.news)
         self.news = -1
 
+    def set_weight(self, namespace: str, weight: float) -> None:
+        """A tenant's share of each tier's bandwidth. Pre: started; weight > 0."""
+        for tier in self.tiers:
+            tier.set_weight(namespace_digest(namespace), weight)
+
     # -- from the core --------------------------------------------------------------------------
 
     def add(self, action: Any) -> None:
@@ -155,6 +168,8 @@ class Ladder:
         self._jobs[action.tier].append(self._job(action))
 
     def _job(self, action: Any) -> t.Job:
+        if isinstance(action, ac.TierWrite) and action.kept:
+            return t.Write(action, action.header, self._kept.pop(action.kept), action.deadline)
         if isinstance(action, ac.TierWrite):
             source = self._view[action.offset : action.offset + action.length]
             return t.Write(action, action.header, source, action.deadline)
@@ -163,24 +178,26 @@ class Ladder:
         if isinstance(action, ac.TierDelete):
             return t.Delete(action, key, place, action.deadline)
         if isinstance(action, ac.TierScrub):
-            return t.Read(action, key, place, bytearray(action.length), action.deadline)
+            memory = bytearray(action.length)
+            return t.Read(action, key, place, memory, action.deadline, use=t.Use.SCRUB)
         into = self._view[action.offset : action.offset + action.length]
-        return t.Read(action, key, place, into, action.deadline)
+        use = t.Use.PREFETCH if action.ahead else t.Use.LOAD
+        return t.Read(action, key, place, into, action.deadline, use=use)
 
     def scrubbed_to(self, action: ac.ScrubCursor) -> None:
-        """Keep how far a scrub has got, beside what it reads; of media that are elsewhere it
-        begins anew with each life."""
-        path = self.plans[action.tier].cursor
-        if path is None or self._transfers is None:
+        """Keep how far a scrub has got: beside what it reads, or, of media that are elsewhere,
+        beside the arena."""
+        if self._transfers is None:
             return
+        path = self._cursors[action.tier]
         text = f"{action.part}\n"
         job = Job(f"note {path}", lambda: path.write_text(text), lambda done: None)
         self._transfers.submit(job)
 
     def _resume_scrubs(self) -> None:
-        for number, plan in enumerate(self.plans):
+        for number, path in enumerate(self._cursors):
             try:
-                part = int(plan.cursor.read_text()) if plan.cursor is not None else 0
+                part = int(path.read_text())
             except (OSError, ValueError):  # none yet, or of no use: from the beginning
                 continue
             if 0 <= part < 1 << 32:
@@ -202,6 +219,11 @@ class Ladder:
                 asked = self._probes.pop(token, None)
                 if asked is not None:
                     asked(done)
+            elif isinstance(token, ac.TierScrub) and token.keep and done.answer is t.Answer.OK:
+                assert isinstance(done.job, t.Read)
+                self._kept[token.job] = done.job.into
+                self.feed(self._event(token, done))
+                self._kept.pop(token.job, None)  # not wanted any more
             else:
                 if self.completed is not None:
                     self.completed(token, done)

@@ -18,7 +18,7 @@ from kvd import __version__
 from kvd.arena import plan
 from kvd.errors import ArenaError, ConfigError
 from kvd.server.access import Access
-from kvd.server.adoption import check_arena_path
+from kvd.server.adoption import check_arena_path, policy_of
 from kvd.server.config import Config, load_config, nearest_flag, resolved_toml
 from kvd.server.server import Server, limits_of
 from kvd.server.settings import SETTINGS
@@ -119,6 +119,7 @@ def _check(config: Config) -> None:
     check_arena_path(config)
     Access(config.namespaces, config.admin_uids, config.admin_gid)
     plan_tiers(config)
+    policy_of(config)
     if config.tcp_endpoint is not None:
         read_secret_key(config.tcp_secret_key_file or "")
         read_clients(config.tcp_clients_file or "")
@@ -144,6 +145,7 @@ def start_block(server: Server) -> str:
         ),
         ("tiers", f"dram {format_size(arena.size)}"),
         *_tiers(server),
+        ("eviction", policy_of(config)().name),
         ("epoch", str(arena.epoch)),
     )
     lines = [f"kvd {__version__}, pid {os.getpid()}"]

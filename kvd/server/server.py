@@ -13,6 +13,7 @@ import resource
 import signal
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import zmq
 
@@ -20,7 +21,7 @@ from kvd.arena import ArenaOwner
 from kvd.core import events as ev
 from kvd.errors import ConfigError
 from kvd.server.access import Access
-from kvd.server.adoption import check_arena_path, open_core
+from kvd.server.adoption import check_arena_path, open_core, policy_of
 from kvd.server.attach import AttachServer
 from kvd.server.carry import Carrier
 from kvd.server.config import Config
@@ -33,6 +34,8 @@ from kvd.server.ladder import WATCH_S, Ladder
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
 from kvd.server.notify import Notifier
+from kvd.server.recording import Recorder
+from kvd.server.remembering import Keeper
 from kvd.server.respond import Responder, new_router
 from kvd.server.sessions import Sessions
 from kvd.server.sizes import format_size
@@ -48,6 +51,7 @@ log = logging.getLogger(__name__)
 NS = 1_000_000_000
 IDLE_MS = 1000
 STOP_WORKERS_S = 5.0
+_PREFAULT_STEP = 64 << 20
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -88,6 +92,7 @@ class Server:
         access = Access(config.namespaces, config.admin_uids, config.admin_gid)
         keys = _tcp_keys(config)
         plans = plan_tiers(config)
+        policy_of(config)
         self.endpoint = Endpoint(config.socket)
         self.endpoint.claim()
         undo.callback(self.endpoint.close)
@@ -112,7 +117,7 @@ class Server:
         self.counters = Counters()
         self.transfers = Transfers(config.workers, stuck_s=config.stuck_s)
         undo.callback(self.transfers.close, STOP_WORKERS_S)
-        self.ladder = Ladder(plans, self.arena.view)
+        self.ladder = Ladder(plans, self.arena.view, Path(config.arena_base))
         undo.callback(self.ladder.close)
         self.ladder.start()
         self.directory = plan_directory(config, plans)
@@ -125,7 +130,12 @@ class Server:
             self.counters,
             [plan.config for plan in plans],
         )
-        self.carrier = Carrier(opened.core, self.arena, self.transfers, self.counters, self.ladder)
+        self.keeper = Keeper(
+            Path(config.policy_file), config.instance, self.transfers.submit, self.counters
+        )
+        self.carrier = Carrier(
+            opened.core, self.arena, self.transfers, self.counters, self.ladder, self.keeper
+        )
         self.carrier.run(opened.actions)
         self.ladder.feed = self.carrier.feed
         self.ladder.recover(opened.core, self.carrier.run, self.transfers)
@@ -161,6 +171,7 @@ class Server:
             transfers=self.transfers,
         )
         inline = Inline(self.desk, self.arena, responder, limits)
+        recorder = self._record()
         self.dispatcher = Dispatcher(
             self.desk,
             self.sessions,
@@ -169,11 +180,14 @@ class Server:
             self.counters,
             limits,
             self.arena.epoch,
+            recorder,
         )
         self._listen(limits)
         self._timers()
         if not self._arena_is_whole:
             self._reserve_more()
+        else:
+            self._prefault(0)
         if config.gc_freeze:
             gc.collect()
             gc.freeze()
@@ -182,6 +196,25 @@ class Server:
 
     def tcp_namespaces(self, keys: TcpKeys | None) -> list[str]:
         return list(dict.fromkeys(keys.clients.values())) if keys is not None else []
+
+    def _record(self) -> Recorder | None:
+        """What records requests, if that is wanted. ConfigError if it can't."""
+        config = self.config
+        if config.trace_record is None:
+            return None
+        try:
+            recorder = Recorder(
+                Path(config.trace_record),
+                config.trace_limit,
+                self.carrier.core.chunk_tokens,
+                lambda what: self.counters.reason("requests_recorded", what),
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"trace.record: {config.trace_record} can't be written: {error.strerror}"
+            ) from None
+        self._undo.callback(recorder.close)
+        return recorder
 
     def _open_tcp(self, keys: TcpKeys | None) -> TcpEndpoint | None:
         if keys is None or self.config.tcp_endpoint is None:
@@ -241,6 +274,10 @@ class Server:
             self.loop.every(WATCH_S, self.ladder.watch)
         if self.directory is not None:
             self.loop.every(min(WATCH_S, self.config.directory_wait_s / 2), self.directory.watch)
+        if self.config.eviction_keep_s:
+            self.loop.every(
+                self.config.eviction_keep_s, lambda now: self.carrier.feed(ev.Remember())
+            )
         if self._notifier.watchdog_s is not None:
             self.loop.every(self._notifier.watchdog_s, lambda now: self._notifier.alive())
 
@@ -257,6 +294,8 @@ class Server:
 
     def _reserved(self, done: bool | None) -> None:
         self.carrier.core.grow(self.arena.reserved)
+        if done is not False:
+            self._prefault(0)
         if done is None:
             log.error(
                 "only %s of the arena's %s could be reserved; serving with that",
@@ -267,6 +306,21 @@ class Server:
             log.info("the arena's %s are reserved", format_size(self.arena.size))
         else:
             self._reserve_more()
+
+    def _prefault(self, offset: int) -> None:
+        """Fault the arena into our own mapping, step by step, once it is reserved: the worker
+        that hashes a payload would otherwise pay a fault for each of its pages."""
+        length = min(_PREFAULT_STEP, self.arena.reserved - offset)
+        if length <= 0:
+            return
+        self.transfers.submit(
+            Job(
+                "prefault memory",
+                lambda: self.arena.prefault(offset, length),
+                lambda _: self._prefault(offset + length),
+                background=True,
+            )
+        )
 
     # -- main loop ------------------------------------------------------------------------------
 
@@ -325,9 +379,16 @@ class Server:
         sessions = len(self.sessions)
         for session in self.sessions.all():
             self.desk.end(session, "shutdown")
+        self._keep_policies()
         self.arena.set_clean()
         self._undo.close()
         log.info("stopped; %d sessions were open", sessions)
+
+    def _keep_policies(self) -> None:
+        try:
+            self.keeper.write(self.carrier.core.remember())
+        except Exception:  # a policy's fault must not leave sockets behind
+            log.exception("what the policies know is not kept")
 
 
 def _max_frame(limits: Limits) -> int:

@@ -35,7 +35,7 @@ class TierPlan(NamedTuple):
 
     config: TierConfig
     make: Callable[[Completions], Tier]
-    cursor: Path | None = None  # where its scrub notes how far it has got
+    cursor: Path | None = None  # where its scrub notes how far it has got; None: beside the arena
 
 
 def plan_tiers(config: Config) -> list[TierPlan]:

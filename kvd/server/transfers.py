@@ -7,8 +7,8 @@ A worker that is stuck in one job is reported once and a spare one takes its pla
 stuck call (a page that can't be read, a driver that hangs) stops neither the loop nor other jobs.
 
 Background jobs (sealing) read whole payloads, and memory bandwidth is what a client's own copy
-lives on: they run one at a time, in the pauses between stores and loads. Pauses that do not come
-are not waited for longer than HOLD_S; then what has gathered is done in one go.
+lives on: they have one thread of their own and run in the pauses between stores and loads. Pauses
+that do not come are not waited for longer than HOLD_S; then what has gathered is done in one go.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 PAUSE_S = 0.03  # without stores and loads: then background jobs may run
 HOLD_S = 1.0  # how long they are held back at most
-TOGETHER = 16  # completions of background jobs that wake the loop once
+TOGETHER = 4  # completions of background jobs that wake the loop once
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class Job:
     what: str  # for people: "seal record 17"
     run: Callable[[], Any]
     done: Callable[[Any], None]
-    background: bool = False  # goes after all that is not
+    background: bool = False  # waits for a pause
     result: Any = None
     failed: bool = False
 
@@ -46,6 +46,7 @@ class Job:
 @dataclass(slots=True, eq=False)
 class _Worker:
     thread: threading.Thread
+    background: bool = False  # which jobs it does
     job: Job | None = None
     since: float = 0.0
     reported: bool = False
@@ -66,10 +67,11 @@ class Transfers:
     def __init__(self, workers: int, *, stuck_s: float) -> None:
         self._wanted = workers
         self._stuck_s = stuck_s
-        self._ready = threading.Condition()
+        self._lock = threading.Lock()
+        self._ready = threading.Condition(self._lock)
+        self._pause = threading.Condition(self._lock)  # for the thread of background jobs
         self._urgent: deque[Job] = deque()
         self._background: deque[Job] = deque()
-        self._background_runs = False
         self._pause_at = 0.0  # monotonic s: from then on there is a pause
         self._held_since = 0.0  # when the first of the background jobs that wait came
         self._forced = False  # they were held back for too long: on, until none waits
@@ -82,16 +84,18 @@ class Transfers:
         self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         for _ in range(workers):
             self._start()
+        self._start(background=True)
 
     def submit(self, job: Job) -> None:
-        with self._ready:
+        with self._lock:
             if job.background:
-                if not self._background and not self._background_runs:
+                if not self._background:
                     self._held_since = time.monotonic()
+                    self._pause.notify()
                 self._background.append(job)
             else:
                 self._urgent.append(job)
-            self._ready.notify()
+                self._ready.notify()
 
     def hush(self) -> None:
         """A store or load is under way: clients copy now. Background jobs wait for a pause."""
@@ -133,14 +137,10 @@ class Transfers:
                 continue
             worker.reported = True
             self.counters.stuck += 1
-            if job.background:
-                with self._ready:
-                    self._background_runs = False  # others go on without this one
-                    self._ready.notify()
             found.append(f"{worker.thread.name} in {job.what} for {now_s - since:.1f} s")
             log.error("worker stuck: %s; a spare one takes its place", found[-1])
-            if len(self._workers) < 4 * self._wanted:
-                self._start()
+            if len(self._workers) < 4 * self._wanted + 2:
+                self._start(background=worker.background)
         return found
 
     @property
@@ -151,11 +151,12 @@ class Transfers:
     def close(self, timeout_s: float) -> bool:
         """Stop: jobs that run may finish within the time, queued ones are dropped. Whether all
         workers ended; those that didn't are daemon threads and end with the process."""
-        with self._ready:
+        with self._lock:
             self._closed = True
             self._urgent.clear()
             self._background.clear()
             self._ready.notify_all()
+            self._pause.notify_all()
         deadline = time.monotonic() + timeout_s
         for worker in list(self._workers):
             worker.thread.join(max(0.0, deadline - time.monotonic()))
@@ -167,32 +168,36 @@ class Transfers:
 
     # -- workers --------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _start(self, *, background: bool = False) -> None:
         self._number += 1
-        worker = _Worker(threading.Thread(name=f"kvd-transfer-{self._number}", daemon=True))
+        name = f"kvd-{'seal' if background else 'transfer'}-{self._number}"
+        worker = _Worker(threading.Thread(name=name, daemon=True), background)
         worker.thread.run = lambda: self._work(worker)  # type: ignore[method-assign]
         self._workers.append(worker)
         worker.thread.start()
 
     def _next(self, worker: _Worker) -> Job | None:
-        with self._ready:
+        with self._lock:
             while not self._closed and not worker.retire:
                 now = time.monotonic()
-                wait = self._background_wait(now)
-                if self._urgent or wait == 0:
-                    worker.since = now
+                if not worker.background:
                     if self._urgent:
+                        worker.since = now
                         worker.job = self._urgent.popleft()
-                    else:
-                        worker.job = self._background.popleft()
-                        self._background_runs = True
+                        return worker.job
+                    self._ready.wait()
+                    continue
+                wait = self._background_wait(now)
+                if wait == 0:
+                    worker.since = now
+                    worker.job = self._background.popleft()
                     return worker.job
-                self._ready.wait(wait)
+                self._pause.wait(wait)
             return None
 
     def _background_wait(self, now: float) -> float | None:
         """Seconds until a background job may run: 0 now, None when there is nothing to wait for."""
-        if not self._background or self._background_runs:
+        if not self._background:
             return None
         forced_at = self._held_since + HOLD_S
         if self._forced or now >= self._pause_at or now >= forced_at:
@@ -207,7 +212,7 @@ class Transfers:
             except Exception:  # the boundary of a job: its failure must not end the worker
                 log.exception("transfer failed: %s", job.what)
                 job.failed = True
-            with self._ready:
+            with self._lock:
                 worker.job = None
                 self._finished.append(job)
                 if worker.reported:  # its spare is there: one of the two is too many
@@ -216,11 +221,9 @@ class Transfers:
                     self._workers.remove(worker)
                 said = True
                 if job.background:
-                    self._background_runs = False
                     if self._background:
                         self._unsaid += 1
                         said = self._unsaid >= TOGETHER
-                        self._ready.notify()
                     else:
                         self._forced = False
                 if said:

@@ -17,6 +17,18 @@ _ALL = (
     Metric("replies", _C, "replies", "Replies made, each once; a retry's copy is in replayed."),
     Metric("replayed", _C, "requests", "Retries of requests that had been taken on before."),
     Metric(
+        "requests_recorded",
+        _C,
+        "requests",
+        "Requests for trace.record, by what became of them. dropped: they came faster than they "
+        "could be written; failed: the disk refused; partial: the rest of a prompt, left out.",
+        "result",
+        ("written", "dropped", "failed", "partial"),
+    ),
+    Metric(
+        "policy_writes_failed", _C, "files", "What policies know could not be kept for a restart."
+    ),
+    Metric(
         "requests_expired", _C, "requests", "Requests past their deadline when read; no effect."
     ),
     Metric(

@@ -214,6 +214,23 @@ _ALL = (
         ("done", "given_up"),
     ),
     Metric("policy_errors", _C, "errors", "Exceptions of the eviction policy; eviction went on."),
+    # hints
+    Metric(
+        "chunks_hinted",
+        _C,
+        "chunks",
+        "Chunks that hints were taken for, by hint.",
+        "hint",
+        ("session_end", "expect_reuse", "pin", "priority"),
+        tenant=True,
+    ),
+    Metric(
+        "hints_over_cap",
+        _C,
+        "chunks",
+        "Chunks that were not pinned or spared: the tenant's cap is reached, or that of all.",
+        tenant=True,
+    ),
     # restart
     Metric(
         "records_adopted",
@@ -267,9 +284,19 @@ _ALL = (
         "shards_promoted",
         _C,
         "shards",
-        "Shards read up into DRAM: for one lease, or to stay.",
+        "Shards read up into DRAM: for one lease, to stay, or ahead, before anybody asked.",
         "how",
-        ("transient", "stays"),
+        ("transient", "stays", "ahead"),
+        tenant=True,
+    ),
+    Metric(
+        "chunks_prefetched",
+        _C,
+        "chunks",
+        "Keys in prefetches, by what became of the hint: here (in DRAM already), coming, no_space, "
+        "missed, or skipped behind the first that is not to be had.",
+        "answer",
+        ("here", "coming", "no_space", "missed", "skipped"),
         tenant=True,
     ),
     Metric(
@@ -285,7 +312,30 @@ _ALL = (
         "chunks",
         "Chunks removed from a tier below, by reason.",
         "reason",
-        ("capacity", "command", "quarantine"),
+        ("capacity", "demoted", "command", "quarantine"),
+        tenant=True,
+    ),
+    Metric(
+        "descents",
+        _C,
+        "chunks",
+        "Last copies that had to leave a tier below that has another one below it, by what became "
+        "of them: written there, or deleted: off (no further tier takes writes, or the payload "
+        "can't be read), unwanted (by its write policy), busy (enough are on their way), and what "
+        "a tier answered.",
+        "result",
+        (
+            "written",
+            "off",
+            "unwanted",
+            "busy",
+            "miss",
+            "no_space",
+            "too_large",
+            "corrupt",
+            "timeout",
+            "failed",
+        ),
         tenant=True,
     ),
     Metric(
@@ -368,6 +418,7 @@ _ALL = (
     Metric(
         "transient_bytes", _G, "bytes", "Slots of first hits from below, until their lease ends."
     ),
+    Metric("kept_bytes", _G, "bytes", "Slots that hints have pinned or spared."),
     Metric("moving", _G, "chunks", "Chunks on their way down."),
     Metric(
         "records_waiting",
@@ -375,6 +426,7 @@ _ALL = (
         "records",
         "Records in tiers below whose spec or namespace nobody has named yet.",
     ),
+    Metric("prefetch_bytes", _G, "bytes", "Slots set aside for what is read up ahead."),
     Metric("fetches_queued", _G, "shards", "Shards that wait to be read from below."),
 )
 

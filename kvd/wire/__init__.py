@@ -18,7 +18,7 @@ from kvd.wire.frame import (
     encode_frame,
 )
 from kvd.wire.limits import DEFAULT_LIMITS, Limits
-from kvd.wire.ops import FrameFlag, GetFlag, LookupFlag, Op
+from kvd.wire.ops import FrameFlag, GetFlag, HintKind, LookupFlag, Op
 from kvd.wire.paths import attach_path, check_socket_path, default_socket, short_address
 from kvd.wire.versions import FEATURES, MAJOR, MINOR, check_version, common_features
 
@@ -34,6 +34,7 @@ __all__ = [
     "Frame",
     "FrameFlag",
     "GetFlag",
+    "HintKind",
     "Limits",
     "LookupFlag",
     "Op",

@@ -30,6 +30,8 @@ class Op(IntEnum):
     GET = 17
     BYE = 18
     TIER = 19  # from 1.1
+    HINT = 20  # from 1.2
+    PREFETCH = 21  # from 1.3
 
 
 class FrameFlag(IntFlag):
@@ -49,6 +51,15 @@ class LookupFlag(IntFlag):
     LOAD = 2  # with LEASE: also start a transfer of what was leased
     RESERVE_MISSES = 4  # also reserve what follows the leading run (needs fingerprints)
     EVERY = 8  # look at every key; without it the keys after the first miss are SKIPPED
+
+
+class HintKind(IntEnum):
+    """What is said of the future of keys; the same numbers as the core's."""
+
+    SESSION_END = 1
+    EXPECT_REUSE = 2
+    PIN = 3
+    PRIORITY = 4
 
 
 class GetFlag(IntFlag):

@@ -110,6 +110,15 @@ class TierReply(NamedTuple):
     chunks: int
 
 
+class HintReply(NamedTuple):
+    """Chunks: taken, not there, over a cap. `within_ns`: how long the hint holds."""
+
+    taken: int
+    absent: int
+    over: int
+    within_ns: int
+
+
 class DoneReply(NamedTuple):
     pass
 
@@ -127,6 +136,7 @@ Reply = (
     | ListReply
     | StatReply
     | TierReply
+    | HintReply
     | DoneReply
 )
 
@@ -307,6 +317,15 @@ def _tier(f: list[Any], newer: bool) -> TierReply:
     )
 
 
+def _hint(f: list[Any], newer: bool) -> HintReply:
+    return HintReply(
+        c.uint(f[0], "taken"),
+        c.uint(f[1], "absent"),
+        c.uint(f[2], "over"),
+        c.uint(f[3], "within_ns"),
+    )
+
+
 def _done(f: list[Any], newer: bool) -> DoneReply:
     return DoneReply()
 
@@ -327,6 +346,8 @@ _DECODERS: dict[int, tuple[str, int, Callable[[list[Any], bool], Reply]]] = {
     Op.LIST: ("list", 2, _list),
     Op.STAT: ("stat", 1, _stat),
     Op.TIER: ("tier", 3, _tier),
+    Op.HINT: ("hint", 4, _hint),
+    Op.PREFETCH: ("prefetch", 1, _outcomes_only),
     Op.HEARTBEAT: ("heartbeat", 0, _done),
     Op.PUT: ("put", 1, _outcomes_only),
     Op.GET: ("get", 1, _outcomes_only),

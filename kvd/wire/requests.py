@@ -99,6 +99,16 @@ class Load(NamedTuple):
     shards: tuple[int, ...] | None
 
 
+class Prefetch(NamedTuple):
+    """From 1.3: a hint that these chunks will be asked for within `within` ns."""
+
+    spec: bytes
+    kind: int
+    shards: tuple[int, ...]
+    hashes: bytes
+    within: int
+
+
 class Wait(NamedTuple):
     transfer: int
     after: int
@@ -158,6 +168,18 @@ class Tier(NamedTuple):
     command: str
 
 
+class Hint(NamedTuple):
+    """From 1.2. `hint`: HintKind. `level`: of a priority, 0 low, 1 normal, 2 high; else 0.
+    `within_ns`: how long it holds, or until when reuse is expected."""
+
+    spec: bytes
+    kind: int
+    hashes: bytes
+    hint: int
+    level: int
+    within_ns: int
+
+
 class Heartbeat(NamedTuple):
     pass
 
@@ -185,6 +207,7 @@ Request = (
     | Abort
     | Lookup
     | Load
+    | Prefetch
     | Wait
     | Cancel
     | Renew
@@ -193,6 +216,7 @@ Request = (
     | List
     | Stat
     | Tier
+    | Hint
     | Heartbeat
     | Put
     | Get
@@ -207,6 +231,7 @@ OP_OF: dict[type, Op] = {
     Abort: Op.ABORT,
     Lookup: Op.LOOKUP,
     Load: Op.LOAD,
+    Prefetch: Op.PREFETCH,
     Wait: Op.WAIT,
     Cancel: Op.CANCEL,
     Renew: Op.RENEW,
@@ -215,6 +240,7 @@ OP_OF: dict[type, Op] = {
     List: Op.LIST,
     Stat: Op.STAT,
     Tier: Op.TIER,
+    Hint: Op.HINT,
     Heartbeat: Op.HEARTBEAT,
     Put: Op.PUT,
     Get: Op.GET,
@@ -371,6 +397,19 @@ def _load(f: list[Any], limits: Limits) -> Load:
     )
 
 
+def _prefetch(f: list[Any], limits: Limits) -> Prefetch:
+    packed_hashes, keys = c.hashes(f[3], limits)
+    shards = c.shards(f[2], limits)
+    c.results(keys, len(shards), limits)
+    return Prefetch(
+        c.exactly(f[0], "spec", c.HASH_BYTES),
+        c.kind(f[1]),
+        shards,
+        packed_hashes,
+        _duration(f[4], "within", limits.lease_max_ns),
+    )
+
+
 def _wait(f: list[Any], limits: Limits) -> Wait:
     timeout_ns = c.uint(f[2], "timeout_ns")
     if timeout_ns > limits.wait_max_ns:
@@ -465,6 +504,18 @@ def _tier(f: list[Any], limits: Limits) -> Tier:
     return Tier(c.text(f[0], "tier", 64), command)
 
 
+def _hint(f: list[Any], limits: Limits) -> Hint:
+    packed_hashes, _ = c.hashes(f[2], limits)
+    return Hint(
+        c.exactly(f[0], "spec", c.HASH_BYTES),
+        c.kind(f[1]),
+        packed_hashes,
+        c.uint(f[3], "hint", 256),
+        c.uint(f[4], "level", 256),
+        c.uint(f[5], "within_ns", 1 << 63),
+    )
+
+
 def _heartbeat(f: list[Any], limits: Limits) -> Heartbeat:
     return Heartbeat()
 
@@ -498,6 +549,7 @@ _DECODERS: dict[int, tuple[str, int, Callable[[list[Any], Limits], Request]]] = 
     Op.ABORT: ("abort", 2, _abort),
     Op.LOOKUP: ("lookup", 10, _lookup),
     Op.LOAD: ("load", 3, _load),
+    Op.PREFETCH: ("prefetch", 5, _prefetch),
     Op.WAIT: ("wait", 3, _wait),
     Op.CANCEL: ("cancel", 1, _cancel),
     Op.RENEW: ("renew", 2, _renew),
@@ -506,6 +558,7 @@ _DECODERS: dict[int, tuple[str, int, Callable[[list[Any], Limits], Request]]] = 
     Op.LIST: ("list", 4, _list),
     Op.STAT: ("stat", 0, _stat),
     Op.TIER: ("tier", 2, _tier),
+    Op.HINT: ("hint", 6, _hint),
     Op.HEARTBEAT: ("heartbeat", 0, _heartbeat),
     Op.PUT: ("put", 11, _put),
     Op.GET: ("get", 6, _get),

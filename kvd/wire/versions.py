@@ -10,10 +10,13 @@ from __future__ import annotations
 from kvd.errors import VersionError
 
 MAJOR = 1
-MINOR = 1  # 1: a lookup says in which tier its hits lie; operation `tier`
+# 1: a lookup says in which tier its hits lie; operation `tier`. 2: `hint`. 3: `prefetch`
+MINOR = 3
 
 # What this code can do beyond the bare protocol; both sides use the intersection.
-FEATURES: tuple[str, ...] = ("inline", "lookup-load", "lookup-reserve", "tiers", "trace")
+FEATURES: tuple[str, ...] = (
+    "hints", "inline", "lookup-load", "lookup-reserve", "prefetch", "tiers", "trace",
+)  # fmt: skip
 
 MAX_FEATURES = 64
 MAX_FEATURE_BYTES = 64

@@ -1,95 +1,243 @@
-"""Hearsay about a tier: what the core does not know, and what it makes of what it is told."""
+"""Hints change an order: they remove nothing, end by the clock, and are bounded."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from world import KIB, LookupFlag, O, World, chain, spec
+import pytest
+from world import KIB, Client, ErrorCode, S, World, chain, spec
 
+from kvd.core import TierConfig
 from kvd.core import actions as ac
 from kvd.core import events as ev
-from kvd.core.config import TierConfig
+from kvd.core.events import HintKind, Selector
+from kvd.eviction import POLICIES
 
-ONE = spec("one", 28 * KIB)
-
-
-def world(tier_bytes: int = 4096 * KIB) -> World:
-    return World(1024 * KIB, 64 * KIB, tiers=(TierConfig("s3", tier_bytes),))
+ONE = spec("m", 8 * KIB)
+SLOTS = 32  # of 8 KiB
 
 
-def unknown(it: World, client: Any, hashes: list[bytes], flags: int = 0) -> list[bytes]:
-    found = it.core.unknown(client.lookup_event(ONE, hashes, flags), 0)
-    return [] if found is None else found.hashes
+def world(policy: str = "lru", **settings: Any) -> World:
+    return World(SLOTS * 8 * KIB, 64 * KIB, policy=policy, write_share=1.0, **settings)
 
 
-def below() -> tuple[Any, Any, Any]:
-    """The records of what another daemon has written: of chains 0 to 11, of 4."""
-    other = world()
-    client = other.open(admin=True)
+def hint(client: Client, hashes: list[bytes], kind: int, *, level: int = 0, within: int = 0) -> Any:
+    packed = b"".join(hashes)
+    return client.world.ask(ev.Hint(client.number, 0, ONE.digest, 1, packed, kind, level, within))
+
+
+def full(policy: str = "lru", **settings: Any) -> tuple[World, Client]:
+    """Four prompts of eight chunks, 0 the coldest."""
+    made = world(policy, **settings)
+    client = made.open()
     client.register(ONE)
-    for n in range(12):
-        client.store(ONE, chain(n, 4))
-        other.settle()
-    return other.shelves[0].records()
+    for n in range(SLOTS // 8):
+        client.store(ONE, chain(n, 8))
+        made.advance(2 * S)
+    return made, client
 
 
-def test_unknown_is_what_no_tier_has_and_nobody_writes() -> None:
-    it = world()
-    client = it.open(admin=True)
+def left(client: Client, name: object) -> int:
+    return int(client.lookup(ONE, chain(name, 8)).leading)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_session_that_is_over_goes_first(policy: str) -> None:
+    made, client = full(policy)
+    got = hint(client, chain(3, 8), HintKind.SESSION_END)
+    assert got == ac.HintResult(8, 0, 0, 0)
+    assert [left(client, n) for n in range(4)] == [8] * 4, "a hint removes nothing"
+    client.store(ONE, chain("a", 5))
+    assert [left(client, n) for n in range(4)] == [8, 8, 8, 3]
+    assert made.counter("policy_errors") == 0
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"fifo"}))
+def test_a_use_takes_it_back(policy: str) -> None:
+    """A wrong hint costs nothing once the session goes on."""
+    _, client = full(policy)
+    hint(client, chain(3, 8), HintKind.SESSION_END)
+    client.release(client.lease(ONE, chain(3, 8)).lease)
+    client.store(ONE, chain("a", 8))
+    assert left(client, 3) == 8
+
+
+def test_a_use_before_the_hint_is_no_use_after_it() -> None:
+    """Uses are told to the policy after the reply; a hint waits for its turn among them."""
+    made, client = full()
+    looked = client.lookup_event(ONE, chain(3, 8), 1)
+    made.handle(looked._replace(request=900))
+    hint(client, chain(3, 8), HintKind.SESSION_END)
+    made.settle()
+    client.release(made.replies.pop(900).result.lease)  # type: ignore[union-attr]
+    client.store(ONE, chain("a", 8))
+    assert left(client, 3) == 0
+
+
+def test_what_a_session_shares_is_not_its_to_end() -> None:
+    made = world()
+    client = made.open()
     client.register(ONE)
-    client.store(ONE, chain("a", 3))
-    client.reserve(ONE, chain("b", 1))
-    asked = [*chain("a", 3), *chain("b", 1), *chain("c", 2)]
-    assert unknown(it, client, asked) == chain("c", 2)
-    assert it.core.unknown(client.lookup_event(ONE, asked), 0).run is True
-    assert it.core.unknown(client.lookup_event(ONE, asked, LookupFlag.EVERY), 0).run is False
-    assert unknown(it, client, chain("a", 3)) == []
-    assert unknown(it, client, [chain("c", 1)[0]]) == chain("c", 1)
-    before = it.stat()
-    unknown(it, client, asked)
-    assert it.stat() == before, "a question changes nothing"
-    it.handle(ev.TierState(0, False, True))
-    assert unknown(it, client, asked) == [], "a tier that can't be read is not worth asking"
-    event = client.lookup_event(ONE, asked)._replace(spec=bytes(32))
-    assert it.core.unknown(event, 0) is None
+    shared = chain("system", 4)
+    for name in ("one", "two"):
+        client.store(ONE, shared + chain(name, 4))
+        made.advance(2 * S)
+    assert hint(client, shared + chain("two", 4), HintKind.SESSION_END).taken == 4
+    assert hint(client, shared, HintKind.SESSION_END).taken == 0
+    assert hint(client, chain("nobody", 3), HintKind.SESSION_END) == ac.HintResult(0, 3, 0, 0)
 
 
-def test_a_hint_makes_a_hit_and_a_wrong_one_is_a_miss_that_heals() -> None:
-    records, at, generation = below()
-    it = world()
-    client = it.open(admin=True)
-    client.register(ONE)
-    mine = [r["chunk"].tobytes() in chain(0, 4) for r in records]
-    some = records[mine], at[mine], generation[mine]
-    it.handle(ev.TierRecovered(0, *some, hint=True))
-    found = client.lookup(ONE, chain(0, 4))
-    assert found.leading == sum(mine) > 0
-    client.lookup(ONE, chain(0, 4), LookupFlag.LEASE | LookupFlag.LOAD)
-    it.settle()  # nothing lies on this shelf
-    assert client.lookup(ONE, chain(0, 4)).leading == 0
-    assert unknown(it, client, chain(0, 4)) == chain(0, 4)
+def test_a_pin_holds_until_its_time_is_over() -> None:
+    made, client = full(pin_share=0.5)
+    got = hint(client, chain(0, 8), HintKind.PIN, within=60 * S)
+    assert got == ac.HintResult(8, 0, 0, 60 * S)
+    for n in range(8):
+        client.store(ONE, chain(("a", n), 8))
+    assert left(client, 0) == 8
+    made.advance(61 * S)
+    for n in range(8):
+        client.store(ONE, chain(("b", n), 8))
+    assert left(client, 0) == 0
+    assert made.stat()["counters"]["kept_bytes"] == 0
 
 
-def test_a_hint_that_does_not_fit_is_passed_over_and_nothing_is_deleted_for_it() -> None:
-    records, at, generation = below()
-    it = world()
-    client = it.open(admin=True)
-    client.register(ONE)
-    client.store(ONE, chain(0, 4))
-    bent = records.copy()
-    bent["fingerprint"] = b"x" * 16
-    bent["length"][::2] = 7
-    for hint in (True, False):
-        actions = it.handle(ev.TierRecovered(0, bent, at, generation, hint=hint))
-        while it.core.busy:
-            actions += it.handle(ev.Tick())
-        deleted = [a for a in actions if isinstance(a, ac.TierDelete)]
-        assert bool(deleted) is not hint
-    assert list(client.lookup(ONE, chain(0, 4)).outcomes) == [O.OK] * 4
+def test_a_pin_ends_when_it_is_taken_back() -> None:
+    _, client = full(pin_share=0.5)
+    hint(client, chain(0, 8), HintKind.PIN, within=60 * S)
+    assert hint(client, chain(0, 8), HintKind.PIN).taken == 8
+    client.store(ONE, chain("a", 8))
+    assert left(client, 0) == 0
 
 
-def test_a_hint_for_a_spec_that_nobody_named_is_not_kept() -> None:
-    records, at, generation = below()
-    it = world()
-    it.handle(ev.TierRecovered(0, records, at, generation, hint=True))
-    assert it.stat()["counters"]["records_waiting"] == 0
+def test_no_pin_is_longer_than_the_longest() -> None:
+    made, client = full(pin_share=0.5, pin_max_ns=10 * S)
+    assert hint(client, chain(0, 8), HintKind.PIN, within=1 << 62).within_ns == 10 * S
+    made.advance(11 * S)
+    client.store(ONE, chain("a", 8))
+    assert left(client, 0) == 0
+
+
+def test_no_tenant_pins_more_than_its_share() -> None:
+    made, client = full(pin_share=0.25)  # eight slots
+    for n in range(4):
+        got = hint(client, chain(n, 8), HintKind.PIN, within=60 * S)
+        assert (got.taken, got.over) == ((8, 0) if n == 0 else (0, 8))
+    # again, what is pinned is no more than it was
+    assert hint(client, chain(0, 8), HintKind.PIN, within=90 * S).taken == 8
+    assert made.stat()["counters"]["kept_bytes"] == 8 * 8 * KIB
+    assert made.counter("hints_over_cap") == 24
+    for n in range(8):
+        assert set(client.store(ONE, chain(("a", n), 8))) == {1}  # stores go on
+    assert left(client, 0) == 8
+    made.advance(91 * S)
+    assert hint(client, chain(("a", 7), 8), HintKind.PIN, within=S).taken == 8
+
+
+def test_all_tenants_pin_no_more_than_what_is_for_all() -> None:
+    made, client = full(pin_share=0.5, pin_total_share=0.25)
+    other = made.open("other")
+    other.register(ONE)
+    assert hint(client, chain(0, 8), HintKind.PIN, within=60 * S).taken == 8
+    other.store(ONE, chain(0, 8))
+    assert hint(other, chain(0, 8), HintKind.PIN, within=60 * S).over == 8
+
+
+def test_a_foreign_key_is_not_there() -> None:
+    _, client = full(pin_share=0.5)
+    other = client.world.open("other")
+    other.register(ONE)
+    for kind in HintKind:
+        got = hint(other, chain(0, 8), kind, within=60 * S)
+        assert (got.taken, got.absent, got.over) == (0, 8, 0)
+    client.store(ONE, chain("a", 8))
+    assert left(client, 0) == 0, "somebody else's hint is none"
+
+
+def test_what_is_expected_goes_only_when_nothing_else_can() -> None:
+    made, client = full(pin_share=1.0, pin_total_share=1.0, lease_share=1.0)
+    assert hint(client, chain(0, 8), HintKind.EXPECT_REUSE, within=100 * S).within_ns == 125 * S
+    for n in range(6):
+        client.store(ONE, chain(("a", n), 8))
+    assert left(client, 0) == 8
+    held = [client.lease(ONE, chain(("a", n), 8)).lease for n in (3, 4, 5)]
+    assert all(held)
+    client.store(ONE, chain("b", 8))  # nothing else is there
+    assert left(client, 0) == 0
+    made.advance(200 * S)
+
+
+def test_what_does_not_come_in_time_is_expected_no_more() -> None:
+    made, client = full(pin_share=0.5)
+    hint(client, chain(0, 8), HintKind.EXPECT_REUSE, within=10 * S)
+    made.advance(16 * S)
+    client.store(ONE, chain("a", 8))
+    assert left(client, 0) == 0
+
+
+def test_priorities_go_both_ways_and_back() -> None:
+    _, client = full(pin_share=0.5)
+    assert hint(client, chain(0, 8), HintKind.PRIORITY, level=2).taken == 8
+    assert hint(client, chain(3, 8), HintKind.PRIORITY, level=0).taken == 8
+    client.store(ONE, chain("a", 8))
+    assert [left(client, n) for n in range(4)] == [8, 8, 8, 0]
+    assert hint(client, chain(0, 8), HintKind.PRIORITY, level=1).taken == 8
+    client.store(ONE, chain("b", 8))
+    assert left(client, 0) == 0
+
+
+@pytest.mark.parametrize(("kind", "level"), [(0, 0), (9, 0), (4, 3), (4, 255)])
+def test_an_unknown_hint_is_refused(kind: int, level: int) -> None:
+    _, client = full()
+    got = hint(client, chain(0, 8), kind, level=level)
+    assert isinstance(got, ac.Fail) and got.code is ErrorCode.BAD_KEY
+
+
+def test_an_operator_sees_pins_and_goes_over_them() -> None:
+    made, client = full(pin_share=0.5)
+    admin = made.open("boss", admin=True)
+    hint(client, chain(0, 8), HintKind.PIN, within=60 * S)
+    hint(client, chain(1, 8), HintKind.EXPECT_REUSE, within=60 * S)
+    rows = {row["hash"]: row for row in admin.list("chunks", Selector(everything=True))}
+    assert rows[chain(0, 1)[0].hex()]["pinned_s"] == pytest.approx(60, abs=1)
+    assert rows[chain(1, 1)[0].hex()]["spared_s"] == pytest.approx(75, abs=1)
+    assert "pinned_s" not in rows[chain(2, 1)[0].hex()]
+    assert admin.evict(Selector(keys=tuple(chain(0, 8)))).evicted == 8
+    assert left(client, 0) == 0
+    made.settle()
+    assert made.stat()["counters"]["kept_bytes"] == 8 * 8 * KIB  # of those that are expected
+
+
+def test_a_row_that_is_used_again_is_not_pinned() -> None:
+    made, client = full(pin_share=0.5)
+    hint(client, chain(0, 8), HintKind.PIN, within=600 * S)
+    made.open("boss", admin=True).evict(Selector(keys=tuple(chain(0, 8))))
+    made.settle()
+    client.store(ONE, chain("a", 8))
+    assert made.core._store.keeping.by_row == {}
+
+
+def test_hints_reach_the_tiers_below() -> None:
+    """There, too, a pinned chunk is no victim, and a session that is over goes first."""
+    made, client = full(
+        pin_share=1.0, pin_total_share=1.0, tiers=(TierConfig("nvme", 48 * 8 * KIB),)
+    )
+    hint(client, chain(0, 8), HintKind.PIN, within=600 * S)
+    for n in range(20):
+        client.store(ONE, chain(("a", n), 8))
+        made.advance(S)
+    assert left(client, 0) == 8
+    below = made.core._store.ladder.lowers[0]
+    assert below.chunks > 0 and made.counter("policy_errors") == 0
+
+
+def test_many_hints_leave_nothing_behind() -> None:
+    made, client = full(pin_share=0.5)
+    keeping = made.core._store.keeping
+    for n in range(5000):
+        hint(client, chain(n % 4, 8), HintKind.PIN, within=(1 + n % 50) * S)
+        if n % 100 == 0:
+            made.advance(S)
+    assert len(keeping._ends) <= 2 * 32 + 1024 + 32
+    made.advance(60 * S)
+    keeping.expire(made.now)
+    assert keeping.by_row == {} and keeping.nbytes == 0 and keeping._bytes == {}

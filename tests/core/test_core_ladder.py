@@ -123,6 +123,59 @@ def test_a_load_from_below_streams_chunk_by_chunk_in_order() -> None:
     assert got.done
 
 
+@pytest.mark.parametrize("weight", [1, 3])
+def test_a_flood_of_one_tenant_leaves_the_loads_of_another_their_turns(weight: int) -> None:
+    """The flood was there first; the other's chunks come up beside as many of it, by weight."""
+    world = ladder(auto=False, tier={"reads": 1, "first_alone": False}, transient_share=1.0)
+    loud, calm, pusher = (world.open(name) for name in ("loud", "calm", "pusher"))
+    mine: dict[bytes, str] = {}
+    for client, name, count in ((loud, "loud", 8), (calm, "calm", 4), (pusher, "pusher", 16)):
+        client.register(ONE)
+        for n in range(count):
+            hashes = chain((name, n), 2)
+            assert set(client.store(ONE, hashes)) == {O.OK}
+            mine |= dict.fromkeys(hashes, name)
+            world.work()
+    world.core.set_weight("calm", weight)
+    for n in range(8):
+        loud.lookup(ONE, chain(("loud", n), 2), LOAD)
+    for n in range(4):
+        calm.lookup(ONE, chain(("calm", n), 2), LOAD)
+    order = []
+    while running := reads(world) or (world.advance(S // 10) and reads(world)):
+        assert len(running) == 1
+        order.append(mine[running[0].chunk])
+        world.do(running[0])
+    assert order.count("loud") == 16 and order.count("calm") == 8
+    first = order[: order.index("calm") + 8 * (weight + 1) // weight]
+    assert first.count("calm") == 8, order
+    assert order.index("calm") <= 1
+
+
+def test_a_load_whose_first_chunk_finds_no_room_does_not_hold_up_the_rest() -> None:
+    """All of DRAM is leased: each chunk of the load is answered, and later loads are served."""
+    world = ladder(lease_share=1.0)
+    client = filled(world)
+    drained(world, client, 0, 1, 2)
+    world.handle(ev.TierState(0, True, False))  # nothing is demoted any more
+    client.lookup(ONE, chain(2, 4), LOAD)  # takes what is free
+    world.advance(S)
+    rows = client.list("chunks", ev.Selector(tier="dram"))
+    here = [bytes.fromhex(row["hash"]) for row in rows]
+    held = client.lookup(ONE, here, LookupFlag.LEASE | LookupFlag.EVERY)
+    found = client.lookup(ONE, chain(0, 3), LOAD)
+    world.advance(S)
+    got = world.ask(ev.Wait(client.number, 0, found.load.transfer, 0, world.now + S))
+    assert got.done and set(got.outcomes) == {O.NO_SPACE}
+    client.release(held.lease)
+    client.release(found.lease)
+    world.settle()
+    again = client.lookup(ONE, chain(1, 3), LOAD)
+    world.advance(S)
+    got = world.ask(ev.Wait(client.number, 0, again.load.transfer, 0, world.now + S))
+    assert got.done and set(got.outcomes) == {O.OK}
+
+
 def test_a_first_hit_goes_with_its_lease_and_a_second_one_stays() -> None:
     world = ladder()
     client = filled(world)

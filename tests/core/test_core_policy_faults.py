@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from world import KIB, World, chain, spec
+from world import KIB, S, World, chain, spec
 
 from kvd.chunk import Outcome
+from kvd.core import TierConfig
+from kvd.core import actions as ac
 from kvd.eviction import POLICIES
+from kvd.eviction.recency import Recency
 
 SLOTS = 128  # of 8 KiB in the world's 1 MiB
 
@@ -35,23 +38,101 @@ def test_every_policy_works_at_the_limit(policy: str) -> None:
     assert world.tier["chunks"] > SLOTS * 0.8
 
 
-@pytest.mark.parametrize("method", ["insert", "touch", "victims", "coldness", "value"])
-def test_a_policy_that_raises_costs_its_advice_only(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """K39: it fails twenty times; stores go on meanwhile and afterwards."""
-    right = getattr(POLICIES["lru"], method)
-    faults = iter(range(20))
+METHODS = ["insert", "touch", "victims", "coldness", "value", "forget", "defer"]
+
+
+def break_for_good(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, after: int) -> None:
+    """A method works `after` times, and raises from then on."""
+    right = getattr(kind, method)
+    works = iter(range(after))
 
     def broken(*arguments: Any, **named: Any) -> Any:
-        for _ in faults:
-            raise RuntimeError("a fault in the policy")
-        return right(*arguments, **named)
+        for _ in works:
+            return right(*arguments, **named)
+        raise RuntimeError("a fault in the policy")
 
-    monkeypatch.setattr(POLICIES["lru"], method, broken)
-    world = World(policy="lru")
-    fill(world, 3)
+    monkeypatch.setattr(kind, method, broken)
+
+
+@pytest.mark.parametrize("after", [0, 30])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_policy_that_raises_costs_its_turn_only(
+    method: str, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K39: stores go on, by LRU; the fault is counted and shown."""
+    break_for_good(monkeypatch, POLICIES["crf"], method, after)
+    world = World(policy="crf")
+    fill(world, 4)
     assert world.tier["chunks"] > SLOTS * 0.8
-    if method != "value":  # asked only when slabs change their class
-        assert world.counter("policy_errors") > 0
+    if world.counter("policy_errors"):  # some methods are asked for seldom
+        assert world.counter("policy_errors") == 1
+        shown = world.tier["eviction"]
+        assert shown["policy"] == "crf" and shown["turn"] == "recency"
+        where = "coldness" if method == "value" else method  # it asks for the value
+        assert shown["error"] == f"crf.{where}: RuntimeError: a fault in the policy"
+        assert world.tier["state"] == "degraded"
+        told = [action for action in world.log if isinstance(action, ac.PolicyFailed)]
+        assert [action.tier for action in told] == ["dram"]
+        assert isinstance(told[0].fault, RuntimeError)
+    else:
+        assert method == "defer"
+        assert world.tier["eviction"] == {"policy": "crf", "turn": "crf", "error": ""}
+        assert world.tier["state"] == "ok"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_any_policy_stores_go_on(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K39: what takes over fails as well."""
+    break_for_good(monkeypatch, POLICIES["crf"], "touch", 20)
+    break_for_good(monkeypatch, Recency, method, 0)
+    world = World(policy="crf")
+    fill(world, 4)
     fill(world, 1, "afterwards")
+    assert world.tier["chunks"] > SLOTS * 0.8
+    assert world.tier["eviction"]["turn"] in ("none", "recency")
+    assert world.counter("policy_errors") == 1 + (world.tier["eviction"]["turn"] == "none")
+
+
+def test_what_takes_over_goes_by_the_last_use_of_all_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """K39: also of what was stored and used before the fault."""
+    world = World(policy="s3fifo", write_share=1.0)
+    wanted = spec("m", 8 * KIB)
+    client = world.open()
+    client.register(wanted)
+    for number in range(SLOTS // 8):
+        assert client.store(wanted, chain(number, 8)) == [Outcome.OK] * 8
+        world.advance(S)
+    used = [3, 0, 7]
+    for number in used:
+        client.release(client.lease(wanted, chain(number, 8)).lease)
+        world.advance(S)
+    break_for_good(monkeypatch, POLICIES["s3fifo"], "touch", 0)
+    client.release(client.lease(wanted, chain(5, 8)).lease)
+    assert not world.core._store.policy.partial
+    left = [n for n in range(SLOTS // 8) if n not in (*used, 5)]
+    for n, gone in enumerate([*left, *used]):
+        assert client.lookup(wanted, chain(gone, 8)).leading == 8
+        assert client.store(wanted, chain(("new", n), 8)) == [Outcome.OK] * 8
+        assert client.lookup(wanted, chain(gone, 8)).leading == 0
+    assert client.lookup(wanted, chain(5, 8)).leading == 8
+
+
+def test_a_tier_below_goes_on_without_its_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K39: it makes room by LRU, and then by rows; DRAM's policy keeps its turn."""
+    tier = TierConfig("nvme", 64 * 8 * KIB)
+    world = World(policy="crf", tiers=(tier,))
+    fill(world, 3)
+    below = world.core._store.ladder.lowers[0].policy
+    monkeypatch.setattr(below.policy, "victims", None)
+    fill(world, 3, "by LRU")
+    shown = {row["name"]: row for row in world.stat()["tiers"]}
+    assert shown["nvme"]["eviction"]["turn"] == "recency"
+    assert shown["nvme"]["state"] == "degraded" and shown["dram"]["state"] == "ok"
+    written = world.counter("shards_written", "ok")
+    monkeypatch.setattr(below.policy, "coldness", None)
+    fill(world, 3, "by rows")
+    assert world.stat()["tiers"][1]["eviction"]["turn"] == "none"
+    assert world.counter("shards_written", "ok") > written + SLOTS
+    assert world.shelves[0].used <= tier.limit

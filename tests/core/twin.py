@@ -98,6 +98,7 @@ class Twin:
         self.reclassing = False
         self.told_up: set[int] = set()  # tiers that can be read, as told
         self.fetching: dict[int, int] = {}  # job of a read -> record
+        self.jobs: dict[int, Any] = {}  # in a tier's hands, as far as the actions were followed
 
     # -- small questions ------------------------------------------------------------------------
 
@@ -127,7 +128,7 @@ class Twin:
 
     def in_hand(self, key: Key) -> bool:
         """Whether a tier is at work on the chunk."""
-        for job in self.world.in_hand.values():
+        for job in self.jobs.values():
             header = job.header if isinstance(job, ac.TierWrite) else None
             chunk = header.chunk if header is not None else job.chunk
             spec = header.spec if header is not None else job.spec
@@ -140,19 +141,19 @@ class Twin:
     @property
     def up(self) -> set[int]:
         """Tiers that can be read: not told to be away, and no job of theirs is overdue."""
-        late = {
-            job.tier
-            for job in self.world.in_hand.values()
-            if job.deadline + GRACE_NS <= self.world.now
-        }
-        return self.told_up - late
+        return self.told_up - self._late(self.jobs)
 
-    def within_reach(self, key: Key, shard: int) -> bool:
+    def _late(self, jobs: dict[int, Any]) -> set[int]:
+        """Tiers with a job that is overdue."""
+        now = self.world.now
+        return {job.tier for job in jobs.values() if job.deadline + GRACE_NS <= now}
+
+    def within_reach(self, key: Key, shard: int, up: set[int] | None = None) -> bool:
         """Whether a shard that is not in DRAM could be read from below."""
         chunk = self.chunks.get(key)
         if chunk is None or shard in chunk.shards:
             return False
-        return any((tier, shard) in chunk.below for tier in self.up)
+        return any((tier, shard) in chunk.below for tier in (self.up if up is None else up))
 
     @property
     def hold(self) -> bool:
@@ -179,12 +180,15 @@ class Twin:
 
     def take(self, action: ac.Action) -> None:
         """Follow one action that is no reply, and check that it is legal now."""
+        if isinstance(action, ac.TierWrite | ac.TierRead | ac.TierScrub | ac.TierDelete):
+            self.jobs[action.job] = action
         if isinstance(action, ac.PatchRecord):
             self._patched(action)
         elif isinstance(action, ac.WriteRecord):
             self._written(action)
         elif isinstance(action, Answered):
             self._answered(action.job, action.event)
+            self.landed = action.payload
         elif isinstance(action, ac.TierRead):
             record = self.world.where[action.job]
             assert record not in self.hand, "a slot in use was given to a tier"
@@ -192,6 +196,10 @@ class Twin:
             self.fetching[action.job] = record
         elif isinstance(action, ac.TierDelete):
             self._gone_below(action)
+        elif isinstance(action, ac.TierWrite) and action.kept:
+            chunk = self.chunks[self.key_of(action.header)]
+            above = [t for t, s in chunk.below if s == action.header.shard and t < action.tier]
+            assert above, "what goes further down lies in a tier above"
         elif isinstance(action, ac.TierWrite):
             key, shard = self._owner(self.world.where[action.job])
             assert shard.state == "ready" and shard.sealed
@@ -203,13 +211,15 @@ class Twin:
 
     def _answered(self, job: Any, event: Any) -> None:
         """A tier's answer, before what the core made of it."""
+        del self.jobs[job.job]
         if isinstance(event, ev.TierWritten):
             if event.answer is ev.TierAnswer.OK:
                 key = self.key_of(job.header)
                 self.chunks[key].below.add((job.tier, job.header.shard))
         elif isinstance(event, ev.TierReadDone):
-            self.landing = self.fetching.pop(job.job)
-            self.hand.pop(self.landing)  # the core says so if the shard has landed
+            if isinstance(job, ac.TierRead):
+                self.landing = self.fetching.pop(job.job)
+                self.hand.pop(self.landing)  # the core says so if the shard has landed
             if event.answer in (ev.TierAnswer.MISS, ev.TierAnswer.CORRUPT):
                 self._gone_below(job)
 
@@ -325,13 +335,14 @@ class Twin:
         assert (header.parent, header.index, header.fingerprint) == (
             chunk.parent, chunk.index, chunk.fingerprint,
         )  # fmt: skip
-        assert self.world.payload[record] == content(header)
+        assert self.landed == content(header)
         assert header.generation > self.generations.get(record, 0)
         self.generations[record] = header.generation
         self.hand[record] = "ready"
         chunk.shards[header.shard] = Shard("ready", record, True)
 
     landing = -1
+    landed = b""
 
     def key_of(self, header: Any) -> Key:
         for name in self.namespaces:
@@ -393,19 +404,25 @@ class Twin:
         self.busy_keys.add((*space, event.parent))
         cap = self.world.config.write_cap
         used = self.write_bytes(event.session)
+        # a tier may have come back while the request waited
+        late, late_now = self._late(self.jobs), self._late(self.world.in_hand)
+        surely, perhaps = self.told_up - late - late_now, self.told_up - (late & late_now)
         for n, hash_ in enumerate(hashes):
             key = (*space, hash_)
             parent = event.parent if n == 0 else hashes[n - 1]
             if event.kind == Kind.CONTENT:
                 parent = NO_PARENT
             print_ = event.fingerprints[16 * n : 16 * n + 16]
-            chunk = self.chunks.get(key)
             got = [Outcome(o) for o in result.outcomes[at : at + len(event.shards)]]
             at += len(event.shards)
             if ended is not None:
                 assert got == [ended] * len(got), "a grant behind the end of the leading run"
                 items += [None] * len(got)
                 continue
+            # what was done between two looks of the request may have changed this chunk
+            pairs = list(zip(event.shards, got, strict=True))
+            self._until(stream, key, pairs, print_, perhaps)
+            chunk = self.chunks.get(key)
             if chunk is not None and chunk.fingerprint != print_:
                 assert got == [O.MISMATCH] * len(got)
                 items += [None] * len(got)
@@ -414,7 +431,8 @@ class Twin:
             self.busy_keys.add(key)
             if any(o in (O.NO_SPACE, O.OVER_QUOTA) for o in got):
                 ended = next(o for o in got if o in (O.NO_SPACE, O.OVER_QUOTA))
-            for shard, outcome in zip(event.shards, got, strict=True):
+            for shard, outcome in pairs:
+                self._until(stream, key, [(shard, outcome)], print_, perhaps)
                 there = self.chunks[key].shards.get(shard) if key in self.chunks else None
                 item: Item | None = None
                 size = self.size(event.spec, shard)
@@ -424,8 +442,10 @@ class Twin:
                     assert outcome is O.BUSY
                 elif there is not None and self.leased(key):
                     assert outcome is O.BUSY
-                elif self.within_reach(key, shard):
+                elif self.within_reach(key, shard, surely):
                     assert outcome is O.EXISTS
+                elif outcome is O.EXISTS:
+                    assert self.within_reach(key, shard, perhaps)
                 elif outcome is O.GRANTED:
                     assert used + size <= cap
                     used += size
@@ -461,6 +481,34 @@ class Twin:
             self._no_room(space, event)
         self.busy_keys.clear()
         self.followed(after)
+
+    def _until(
+        self,
+        stream: list[ac.Action],
+        key: Key,
+        wanted: list[tuple[int, Outcome]],
+        print_: bytes,
+        up: set[int],
+    ) -> None:
+        """Follow actions until these outcomes of a chunk could be, or the next slot is granted."""
+        while stream and not all(self._could(key, s, o, print_, up) for s, o in wanted):
+            action = stream[0]
+            if isinstance(action, ac.WriteRecord) and action.header.state is State.WRITING:
+                return
+            self.take(stream.pop(0))
+
+    def _could(self, key: Key, shard: int, outcome: Outcome, print_: bytes, up: set[int]) -> bool:
+        """Whether a reserve that looks now could answer so of a shard."""
+        chunk = self.chunks.get(key)
+        if chunk is not None and chunk.fingerprint != print_:
+            return outcome is O.MISMATCH
+        there = chunk.shards.get(shard) if chunk is not None else None
+        if outcome is O.EXISTS:
+            ready = there is not None and there.state == "ready"
+            return ready or self.within_reach(key, shard, up)
+        if outcome is O.BUSY:
+            return there is not None and there.state != "ready"
+        return there is None or (there.state == "bad" and not self.leased(key))
 
     def _granted(
         self,
@@ -877,6 +925,7 @@ class Twin:
     def _recovered(self) -> None:
         """What lies in tiers is there again, if it says of its chunk what DRAM's record says."""
         self.fetching.clear()
+        self.jobs.clear()
         self.told_up = set(range(len(self.world.shelves)))
         for tier, shelf in enumerate(self.world.shelves):
             for _, _, header, _ in shelf.there.values():

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ from kvd.core import Core, CoreConfig
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.events import LookupFlag
+from kvd.core.recollection import Recollection
 from kvd.errors import ErrorCode
 from kvd.eviction import make_policy
 
@@ -71,6 +72,7 @@ class Shelf:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.there: dict[tuple[Any, ...], tuple[int, int, ChunkHeader, bytes]] = {}
+        self.forgotten: set[tuple[Any, ...]] = set()  # deleted, but the deletion failed
         self.next = 1
 
     @property
@@ -82,6 +84,7 @@ class Shelf:
 
     def records(self) -> tuple[Any, Any, Any]:
         """What `Tier.recover` tells: records, places."""
+        self.forgotten.clear()
         held = list(self.there.values())
         raw = b"".join(header.pack()[: IDENTITY_DTYPE.itemsize] for _, _, header, _ in held)
         at = np.array([x[0] for x in held], np.uint64)
@@ -92,9 +95,12 @@ class Shelf:
         assert header.flags & HeaderFlag.SEALED, "written before it was sealed"
         assert header.state is State.READY
         name = _chunk(job)
-        assert name not in self.there, "written although it was there"
+        assert name not in self.there or name in self.forgotten, "written although it was there"
         if hashlib.sha256(payload).digest()[:16] != header.digest:
             return ev.TierWritten(job.job, ev.TierAnswer.CORRUPT)
+        if name in self.forgotten:  # the younger counts
+            self.forgotten.discard(name)
+            self.there.pop(name, None)
         if not self.room(job.length):
             return ev.TierWritten(job.job, ev.TierAnswer.NO_SPACE, room=0)
         at, self.next = self.next, self.next + 1
@@ -136,9 +142,11 @@ class Answered(NamedTuple):
 
     job: Any
     event: Any
+    payload: bytes = b""  # of a read: what then stood in its slot
 
 
 _TIER_JOBS = (ac.TierWrite, ac.TierRead, ac.TierScrub, ac.TierDelete)
+_READS = (ac.TierRead, ac.TierScrub)
 _LOST = (ev.TierAnswer.FAILED, ev.TierAnswer.TIMEOUT, ev.TierAnswer.OFF)
 
 
@@ -157,6 +165,7 @@ class World:
         self.shelves = [Shelf(tier.limit) for tier in settings.get("tiers", ())]
         self.fails: Callable[[Any], int] = lambda job: 0  # how a job fails
         self.where: dict[int, int] = {}  # job -> record; slabs may change class later
+        self.kept: dict[int, bytes] = {}  # job -> a payload on its way to another tier
         self.in_hand: dict[int, Any] = {}  # jobs of tiers that did not come back yet
         self.policy = policy
         self.auto = auto  # workers answer at once
@@ -172,8 +181,9 @@ class World:
         self._request = 0
         self._sessions = 0
         self.locks: set[bytes] = set()
+        self.recalled: list[str] = []
         self._start()
-        self._tiers(recover=False)
+        self.tiers_are_up()
 
     # -- the daemon's life ----------------------------------------------------------------------
 
@@ -184,12 +194,22 @@ class World:
         self.core = Core(config, lambda: make_policy(self.policy))
         self.core.grow(config.size)
 
-    def restart(self, torn: Sequence[int] = ()) -> list[ac.Action]:
-        """SIGKILL and a new life. `torn`: records that don't hold any more."""
+    def restart(
+        self,
+        torn: Sequence[int] = (),
+        *,
+        up: bool = True,
+        known: Mapping[str, Recollection] | None = None,
+    ) -> list[ac.Action]:
+        """SIGKILL and a new life. `torn`: records that don't hold any more; `up`: the tiers below
+        are told to be there, too; `known`: what policies of the earlier life knew."""
         namespaces, specs = self.core.namespaces, self.core.specs
         self.jobs.clear()
         self.in_hand.clear()
+        self.kept.clear()
         self._start()
+        if known is not None:
+            self.recalled = self.core.recall(known, self.now)
         for record in torn:
             del self.memory[record]
         kept = sorted(self.memory)
@@ -208,19 +228,22 @@ class World:
             list(torn),
         )
         self._carry(actions)
-        return actions + self._tiers(recover=True)
-
-    def _tiers(self, *, recover: bool) -> list[ac.Action]:
-        """The tiers below are there, with what an earlier life left in them."""
-        actions: list[ac.Action] = []
         for n, shelf in enumerate(self.shelves):
-            if recover and shelf.there:
+            if shelf.there:
                 told = self.core.recover(n, *shelf.records(), self.now)
                 self._carry(told)
                 actions += told
-            self.core.handle(ev.TierState(n, True, True), self.now)
-        if recover and self.shelves:
+        if self.shelves:
             self.core.recovered()
+        return actions + self.tiers_are_up() if up else actions
+
+    def tiers_are_up(self) -> list[ac.Action]:
+        """The tiers below are there: what the core does about it is carried out."""
+        actions: list[ac.Action] = []
+        for n in range(len(self.shelves)):
+            told = self.core.handle(ev.TierState(n, True, True), self.now)
+            self._carry(told)
+            actions += told
         return actions
 
     # -- events ---------------------------------------------------------------------------------
@@ -293,9 +316,14 @@ class World:
         event: Any
         if isinstance(job, _TIER_JOBS):
             event = self._tier_job(job, fail)
+            read = isinstance(job, ac.TierRead)
+            answered = Answered(
+                job, event, self.payload.get(self.where[job.job], b"") if read else b""
+            )
             actions = self.core.handle(event, self.now)
             self._carry(actions)
-            return [Answered(job, event), *actions]  # type: ignore[list-item]
+            self.kept.pop(job.job, None)  # nobody wanted it
+            return [answered, *actions]  # type: ignore[list-item]
         if isinstance(job, ac.Seal):
             digest = b"" if fail else self.digest(job.record)
             event = ev.Sealed(job.record, job.generation, digest)
@@ -318,15 +346,21 @@ class World:
         lost = _LOST[fail % len(_LOST)]
         if isinstance(job, ac.TierWrite):
             if fail:
+                self.kept.pop(job.job, None)
                 return ev.TierWritten(job.job, lost)
-            return shelf.write(job, self.payload[self.where[job.job]])
+            kept = self.kept.pop(job.job) if job.kept else None
+            return shelf.write(job, self.payload[self.where[job.job]] if kept is None else kept)
         if isinstance(job, ac.TierDelete):
             if fail and fail % 2:
                 shelf.delete(job)
+            elif fail:
+                shelf.forgotten.add(_name(job))
             return ev.TierDeleted(job.job, lost) if fail else shelf.delete(job)
         if fail:
             return ev.TierReadDone(job.job, lost)
         event, payload = shelf.read(job)
+        if isinstance(job, ac.TierScrub) and job.keep and event.answer is ev.TierAnswer.OK:
+            self.kept[job.job] = payload
         if isinstance(job, ac.TierRead):
             self.payload[self.where[job.job]] = payload or b"half of it"
         return event
@@ -370,11 +404,15 @@ class World:
             elif isinstance(action, _TIER_JOBS):
                 assert action.job not in self.in_hand
                 assert all(
-                    other.tier != action.tier or _chunk(other) != _chunk(action)
+                    other.tier != action.tier
+                    or _chunk(other) != _chunk(action)
+                    or (isinstance(other, _READS) and isinstance(action, _READS))
                     for other in self.in_hand.values()
                 ), "two jobs at a time for one key"
                 self.in_hand[action.job] = action
-                if isinstance(action, ac.TierWrite | ac.TierRead):
+                if isinstance(action, ac.TierWrite) and action.kept:
+                    self.kept[action.job] = self.kept.pop(action.kept)
+                elif isinstance(action, ac.TierWrite | ac.TierRead):
                     self.where[action.job] = self.record_at(action.offset)
                 self.jobs.append(action)
             elif isinstance(action, ac.Reply | ac.Fail):

@@ -43,6 +43,8 @@ class Twin:
         self.here: dict[int, Record] = {}
         self.life: dict[int, int] = {}
         self.newest = NONE
+        self.late: list[int] = []  # deferred
+        self.over: set[int] = set()  # cooled
         self.origin: int | None = None
         self.time = 0
         self.peak = 0
@@ -79,6 +81,9 @@ class Twin:
         record = Record(chunk, parent, life, queue, ghost, time, time)
         self.here[chunk] = record
         self.newest = chunk
+        if (above := self.parent(record)) is not None:
+            self.recall(above.chunk)
+            self.over.discard(above.chunk)
         self.peak = max(self.peak, len(self.here))
         self.born(record)
 
@@ -87,8 +92,34 @@ class Twin:
         for chunk in chain:
             record = self.here.get(chunk)
             if record is not None:
+                self.recall(chunk)
+                self.over.discard(chunk)
                 self.use(record, time, time - record.used < S)
                 record.used = time
+
+    def recall(self, chunk: int) -> None:
+        if chunk in self.late:
+            self.late.remove(chunk)
+
+    def cool(self, chunks: Iterable[int]) -> None:
+        for chunk in chunks:
+            if chunk in self.here:
+                self.over.add(chunk)
+                if self.newest == chunk:
+                    self.newest = NONE
+
+    def cool_leaves(self, leaves: Iterable[int]) -> set[int]:
+        """Those that go before all others."""
+        return {c for c in leaves if c in self.over and c not in self.late}
+
+    def defer(self, chunks: Iterable[int]) -> None:
+        parents = {p.chunk for r in self.here.values() if (p := self.parent(r)) is not None}
+        for chunk in chunks:
+            if chunk in self.here and chunk not in parents:
+                self.recall(chunk)
+                self.late.append(chunk)
+                if self.newest == chunk:
+                    self.newest = NONE
 
     def forget(self, chunk: int, evicted: bool) -> None:
         record = self.here.get(chunk)
@@ -100,6 +131,10 @@ class Twin:
         self.life[chunk] = self.life.get(chunk, 0) + 1
         if self.newest == chunk:
             self.newest = NONE
+        self.recall(chunk)
+        self.over.discard(chunk)
+        if evicted and self.late:
+            del self.late[0]
 
     def parent(self, record: Record) -> Record | None:
         found = self.here.get(record.parent)
@@ -124,7 +159,16 @@ class Twin:
         for chunk in order:
             leaves = {r.chunk: r for r in self.leaves(queue, named)}
             assert chunk in leaves, f"{chunk} is no leaf of what is left: {order}"
-            choice = [r for r in leaves.values() if r.chunk != self.newest] or [leaves[chunk]]
+            aside = {self.newest, *self.late}
+            choice = [r for r in leaves.values() if r.chunk not in aside]
+            if cool := self.cool_leaves(leaves):
+                assert chunk in cool, f"{chunk} goes before {cool} in {order}"
+                counts[leaves[chunk].list] -= 1
+                named.append(chunk)
+                continue
+            if not choice:
+                last = [c for c in (self.newest, *self.late) if c in leaves]
+                choice = [leaves[last[0]]]
             choice = self.rank(choice, counts)
             scores = [r.score for r in choice]
             assert chunk in [r.chunk for r in choice], f"{chunk} is not next in {order}"
@@ -141,6 +185,9 @@ class Twin:
 
 
 class NaiveFifo(Twin):
+    def touch(self, chain: Sequence[int], now: int) -> None:
+        pass
+
     def born(self, record: Record) -> None:
         record.score = record.born
 
@@ -334,7 +381,10 @@ class NaiveS3Fifo(Twin):
             mine = [r for r in self.here.values() if r.queue == queue]
             small = sum(r.list == 0 for r in mine)
             which = 0 if small > 0.1 * len(mine) or small == len(mine) else 1
-            leaves = [r for r in self.leaves(queue, ()) if r.chunk != self.newest]
+            aside = {self.newest, *self.late}
+            leaves = [r for r in self.leaves(queue, ()) if r.chunk not in aside]
+            if self.cool_leaves(r.chunk for r in leaves):
+                return
             choice = first_of(leaves, which)
             if not choice:
                 return

@@ -12,15 +12,18 @@ chunks, only legal victims taken, whole chains touched.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import msgpack
 import numpy as np
+import pytest
 
 from kvd.eviction.base import Policy
 
 S = 1_000_000_000
 NONE = -1
+SKIPS = 16
 
 
 class Cache:
@@ -39,21 +42,34 @@ class Cache:
         self.evictions = 0
         self.skipped = 0
         self.pinned: set[int] = set()
+        self.leased: set[object] = set()  # names
 
     def legal(self, chunk: int) -> bool:
-        return chunk in self.name and not self.kids[chunk] and chunk not in self.pinned
+        if chunk not in self.name or self.kids[chunk] or chunk in self.pinned:
+            return False
+        return self.name[chunk] not in self.leased
 
     def evict(self) -> None:
-        passed = []
-        for chunk in self.policy.victims(self.queue, self.now):
-            if self.legal(chunk):
-                self.remove(chunk, evicted=True)
-                self.evictions += 1
+        """As the core does it: some candidates are passed over, deferred, and asked for anew."""
+        looked = 0
+        while looked < len(self.row):
+            passed: list[int] = []
+            for chunk in self.policy.victims(self.queue, self.now):
+                if self.legal(chunk):
+                    self.policy.defer(passed, self.now)
+                    self.skipped += len(passed)
+                    self.remove(chunk, evicted=True)
+                    self.evictions += 1
+                    return
+                passed.append(chunk)
+                if len(passed) >= SKIPS:
+                    break
+            self.policy.defer(passed, self.now)
+            self.skipped += len(passed)
+            looked += len(passed)
+            if len(passed) < SKIPS:
                 break
-            passed.append(chunk)
-        else:
-            raise AssertionError("nothing could go, although something may")
-        self.skipped += len(passed)
+        raise AssertionError("nothing could go, although something may")
 
     def remove(self, chunk: int, *, evicted: bool = False) -> None:
         parent = self.parent.pop(chunk)
@@ -108,6 +124,48 @@ def prompt(name: object, length: int) -> list[object]:
 
 def insert(policy: Policy, chunk: int, now: int, parent: int = NONE, queue: int = 0) -> None:
     policy.insert(chunk, parent=parent, queue=queue, size=1, ghost=chunk * 2654435761, now=now)
+
+
+class Chunk(NamedTuple):
+    """A resident chunk before and after a restart."""
+
+    old: int
+    new: int
+    parent: int  # its new id
+    queue: int
+    ghost: int
+
+
+NO_GHOSTS = (np.empty(0, np.uint64), np.empty((0, 0)))
+
+
+def settle(policy: Policy, now: int) -> None:
+    """No chunk is held back as the newest any more."""
+    dummy = 5_000
+    insert(policy, dummy, now, queue=77)
+    policy.forget(dummy, evicted=False)
+
+
+def reborn(old: Policy, new: Policy, chunks: Sequence[Chunk], now: int) -> None:
+    """What a restart does with a policy. `chunks`: those of each queue in their order."""
+    state = msgpack.unpackb(msgpack.packb(old.snapshot()))
+    ghosts, begin = [], 0
+    while (part := old.ghosts(begin, 5)) is not None:
+        ghosts.append(part)
+        begin += 5
+    told = tuple(map(np.concatenate, zip(*ghosts, strict=True))) if ghosts else NO_GHOSTS
+    new.restore(state, told, now)
+    for queue in {chunk.queue for chunk in chunks}:
+        mine = [chunk for chunk in chunks if chunk.queue == queue]
+        new.load(
+            np.array([chunk.new for chunk in mine], np.int64),
+            np.arange(len(mine)) * S,
+            parents=np.array([chunk.parent for chunk in mine], np.int64),
+            queue=queue,
+            size=1,
+            ghosts=np.array([chunk.ghost for chunk in mine], np.uint64),
+            memory=old.memory(np.array([chunk.old for chunk in mine], np.int64)),
+        )
 
 
 class PolicyConformance:
@@ -264,6 +322,141 @@ class PolicyConformance:
         old = sum(1 for name in cache.row if name[0][0] == "old")  # type: ignore[index]
         assert old <= 20
 
+    # -- what may not go ------------------------------------------------------------------------
+
+    def test_what_was_deferred_is_named_after_the_others(self) -> None:
+        policy = self.filled()
+        now = 30 * S
+        order = list(policy.victims(0, now))
+        policy.defer(order[:5], now)
+        after = list(policy.victims(0, now))
+        assert sorted(after) == sorted(order)
+        assert set(after[-6:]) >= set(order[:5])  # beside them, at most what came last
+        assert [chunk for chunk in after if chunk not in order[:5]][:10] == order[5:15]
+
+    def test_a_search_meets_each_candidate_once(self) -> None:
+        policy = self.filled()
+        met: list[int] = []
+        while len(met) < 20:
+            some = [c for c, _ in zip(policy.victims(0, 30 * S), range(4), strict=False)]
+            policy.defer(some, 30 * S)
+            met += some
+        assert sorted(met) == list(range(20))
+
+    def test_what_was_deferred_does_not_stay_for_ever(self) -> None:
+        """It may go again when its lease has ended: others' evictions bring it back."""
+        cache = Cache(self.make(), 64)
+        for n in range(32):
+            cache.use(prompt(("leased", n), 1))
+        cache.leased = set(cache.row)
+        for n in range(200):
+            cache.use(prompt(("other", n), 1))
+        assert all(prompt(("leased", n), 1)[0] in cache.row for n in range(32))
+        cache.leased = set()
+        for n in range(200, 2000):
+            cache.now += 20 * S
+            cache.use(prompt(("other", n), 1))
+        assert sum(prompt(("leased", n), 1)[0] in cache.row for n in range(32)) <= 2
+
+    def test_many_leased_chunks_cost_each_eviction_no_more(self) -> None:
+        """All of them are colder than what may go; a search that met them each time would look at
+        1,000 a time."""
+        count, free = 1_000, 50
+        cache = Cache(self.make(), count + free)
+        for n in range(count // 8):
+            cache.use(prompt(("leased", n), 8))
+        cache.leased = set(cache.row)
+        for n in range(1_000):
+            cache.use(prompt(("other", n), 1))
+        assert cache.evictions >= 950
+        assert cache.skipped <= 2 * count + 20 * cache.evictions
+        assert cache.leased <= set(cache.row)
+        assert cache.prefix_closed()
+
+    def test_a_queue_of_what_was_deferred_is_colder_than_none(self) -> None:
+        policy = self.make()
+        for chunk in range(20):
+            insert(policy, chunk, chunk * S, queue=chunk % 2)
+        for _ in range(3):
+            for n in range(1, 20, 2):
+                policy.touch([n], (30 + n) * S)
+        now = 2000 * S
+        policy.defer(list(policy.victims(0, now)), now)
+        cold, other = policy.coldness(0, now), policy.coldness(1, now)
+        assert cold is not None and other is not None
+        assert cold >= other
+
+    # -- hints ----------------------------------------------------------------------------------
+
+    def test_what_was_cooled_goes_first_leaf_by_leaf(self) -> None:
+        cache = Cache(self.make(), 100)
+        for n in range(10):
+            cache.use(prompt(n, 5))
+            cache.now += 2 * S
+        for _ in range(3):
+            cache.use(prompt(4, 5))
+            cache.now += 2 * S
+        suffix = [cache.row[name] for name in reversed(prompt(4, 5)[2:])]
+        cache.policy.cool(suffix, cache.now)
+        order = list(cache.policy.victims(0, cache.now))
+        assert sorted(order) == sorted(cache.row.values())
+        assert order[:3] == suffix
+        assert cache.policy.coldness(0, cache.now) is not None
+
+    def test_a_use_takes_a_hint_back(self) -> None:
+        cache = Cache(self.make(), 100)
+        for n in range(10):
+            cache.use(prompt(n, 3))
+            cache.now += 2 * S
+        chain = [cache.row[name] for name in prompt(7, 3)]
+        cache.policy.cool(chain[::-1], cache.now)
+        other = cache.policy
+        for chunk in list(other.victims(0, cache.now))[:3]:
+            assert chunk in chain
+        cache.use([*prompt(7, 3), "longer"])  # stored below, and used
+        assert not set(chain) & set(list(other.victims(0, cache.now))[:9])
+
+    def test_what_was_cooled_and_is_leased_costs_no_more_than_others(self) -> None:
+        cache = Cache(self.make(), 1_000)
+        for n in range(100):
+            cache.use(prompt(n, 9))
+            cache.policy.cool([cache.row[name] for name in reversed(prompt(n, 9))], cache.now)
+        cache.leased = set(cache.row)
+        for n in range(1_000):
+            cache.use(prompt(("other", n), 1))
+        assert cache.evictions >= 850
+        assert cache.skipped <= 2 * 900 + 20 * cache.evictions
+        cache.leased = set()
+        for n in range(1_000):
+            cache.use(prompt(("more", n), 1))
+        assert not any((n, 0) in cache.row for n in range(100))
+
+    def test_whatever_is_hinted_prefixes_stay_closed(self) -> None:
+        rng = random.Random(13)
+        cache = Cache(self.make(), 60)
+        for n in range(1000):
+            shared = prompt(rng.randrange(6), rng.randrange(1, 8))
+            cache.use([*shared, *[(shared[-1], rng.randrange(12), k) for k in range(n % 9)]])
+            some = rng.sample(sorted(cache.row.values()), min(5, len(cache.row)))
+            cache.policy.cool(some, cache.now)
+            assert len(cache.policy) == len(cache.row)
+            assert cache.prefix_closed()
+        assert cache.evictions > 100
+
+    def test_whatever_is_leased_prefixes_stay_closed(self) -> None:
+        rng = random.Random(11)
+        cache = Cache(self.make(), 80)
+        for n in range(1500):
+            shared = prompt(rng.randrange(6), rng.randrange(1, 8))
+            own = [(shared[-1], rng.randrange(12), n) for n in range(rng.randrange(0, 10))]
+            cache.use([*shared, *own])
+            if n % 3 == 0:
+                cache.leased = set(rng.sample(sorted(cache.row, key=repr), min(6, len(cache.row))))
+            assert len(cache.row) <= 80
+            assert len(cache.policy) == len(cache.row)
+            assert cache.prefix_closed()
+        assert cache.evictions > 100
+
     # -- value ----------------------------------------------------------------------------------
 
     def test_coldness_is_the_value_of_the_first_victim(self) -> None:
@@ -305,16 +498,65 @@ class PolicyConformance:
 
     # -- restart --------------------------------------------------------------------------------
 
-    def test_a_snapshot_restores_the_order(self) -> None:
+    def test_a_restart_keeps_the_order(self) -> None:
+        """Under other ids, by digests."""
         rng = random.Random(2)
         cache = Cache(self.make(), 40)
         for _ in range(300):
             cache.use(prompt(rng.randrange(20), rng.randrange(1, 6)))
-        state = msgpack.unpackb(msgpack.packb(cache.policy.snapshot()), strict_map_key=False)
+        settle(cache.policy, cache.now)
+        before = [cache.name[c] for c in cache.policy.victims(0, cache.now)]
+        ids = {name: 100 + n for n, name in enumerate(sorted(cache.row, key=repr))}
+        chunks = [cache.row[name] for name in before]
         other = self.make()
-        other.restore(state)
+        reborn(
+            cache.policy,
+            other,
+            [
+                Chunk(
+                    c,
+                    ids[cache.name[c]],
+                    NONE if cache.parent[c] == NONE else ids[cache.name[cache.parent[c]]],
+                    0,
+                    hash((cache.name[c], 7)) & (1 << 64) - 1,
+                )
+                for c in chunks
+            ],
+            cache.now,
+        )
         assert len(other) == len(cache.policy)
-        assert list(other.victims(0, cache.now)) == list(cache.policy.victims(0, cache.now))
+        names = {n: name for name, n in ids.items()}
+        same = [names[c] for c in other.victims(0, cache.now)]
+        assert sorted(map(repr, same)) == sorted(map(repr, before))
+        # chunks of one value may stand in any order among each other
+        value = {name: other.value(ids[name], cache.now) for name in before}
+        assert [value[n] for n in same] == pytest.approx([value[n] for n in before])
+
+    def test_what_is_remembered_of_strangers_does_no_harm(self) -> None:
+        policy = self.make()
+        count = 6
+        width = policy.memory(np.empty(0, np.int64)).shape[1]
+        memory = np.full((count, width), np.nan)
+        memory[1:3] = 1e300
+        memory[3:5] = -1e300
+        policy.load(
+            np.arange(count),
+            np.arange(count) * S,
+            parents=np.full(count, NONE),
+            queue=1,
+            size=1,
+            ghosts=np.arange(count, dtype=np.uint64),
+            memory=memory,
+        )
+        assert sorted(policy.victims(1, 20 * S)) == list(range(count))
+        insert(policy, 9, 21 * S, queue=1)
+        policy.touch(range(10), 22 * S)
+        policy.forget(next(iter(policy.victims(1, 23 * S))), evicted=True)
+        assert policy.coldness(1, 24 * S) is not None
+
+    def test_a_snapshot_of_another_policy_is_refused(self) -> None:
+        with pytest.raises((ValueError, KeyError)):
+            self.make().restore({"policy": "of one's own", "time": 1}, NO_GHOSTS, 0)
 
     def test_many_can_come_at_once(self) -> None:
         """After a restart: coldest first, each before its ancestors."""
@@ -323,7 +565,12 @@ class PolicyConformance:
         parents = np.array([8, 7, NONE, 2, 1, 0, NONE], np.int64)
         born = np.array([5, 4, 3, 9, 8, 7, 6], np.int64) * S
         policy.load(
-            order, born, parents=parents, queue=4, size=1, ghost=lambda chunk: chunk * 2654435761
+            order,
+            born,
+            parents=parents,
+            queue=4,
+            size=1,
+            ghosts=order.astype(np.uint64) * np.uint64(2654435761),
         )
         assert len(policy) == 7
         named = list(policy.victims(4, 20 * S))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
-import msgpack
+import numpy as np
 from hypothesis import given
 
 from kvd.eviction import ghosts as ghosts_module
@@ -67,6 +67,11 @@ def test_as_a_list_of_slots_would_have_it(calls: list[tuple[bool, int]]) -> None
         live = {slot[0] for slot in slots if slot is not None}
         assert {d for d in range(13) if d in ghosts} == live and len(ghosts) == len(live)
     copy = Ghosts(1)
-    copy.restore(msgpack.unpackb(msgpack.packb(ghosts.snapshot())))
+    told = [part for n in range(0, ghosts.places, 3) if (part := ghosts.part(n, 3)) is not None]
+    assert ghosts.part(ghosts.places, 3) is None
+    copy.restore(
+        np.concatenate([np.empty(0, np.uint64), *(digests for digests, _ in told)]),
+        np.concatenate([np.empty((0, 1)), *(values for _, values in told)]),
+    )
     for digest in range(13):
         assert copy.take(digest) == ghosts.take(digest)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from policy_conformance import insert
+from policy_conformance import NO_GHOSTS, NONE, Chunk, insert, reborn
 
 from kvd.eviction.crf import Crf
 from kvd.eviction.fifo import Fifo
@@ -81,21 +82,50 @@ def test_time_that_a_daemon_was_away_ages_nothing() -> None:
     for chunk in range(3):
         insert(policy, chunk, 1_000 * S + chunk * S)
     other = Crf(60.0)
-    other.restore(policy.snapshot())
+    chunks = [Chunk(n, n, NONE, 0, n) for n in range(3)]
+    reborn(policy, other, chunks, 6 * S)
     other.touch([0], 7 * S)  # another boot: the clock began anew
     insert(other, 3, 8 * S)
     assert list(other.victims(0, 9 * S))[:2] == [1, 2]
     assert other.value(0, 9 * S) > 0.1
 
 
-@pytest.mark.parametrize("broken", ["ids", "_score", "policy"])
+@pytest.mark.parametrize("broken", ["time", "half_ns", "policy", "peak"])
 def test_a_snapshot_that_does_not_hold_is_refused(broken: str) -> None:
     policy = Crf()
     for chunk in range(3):
         insert(policy, chunk, chunk * S)
     state = policy.snapshot()
-    state[broken] = "lru" if broken == "policy" else state[broken][:-8]
+    state[broken] = "lru"
     with pytest.raises(ValueError):
-        Crf().restore(state)
+        Crf().restore(state, NO_GHOSTS, 0)
+    del state[broken]
+    with pytest.raises((ValueError, KeyError)):
+        Crf().restore(state, NO_GHOSTS, 0)
     with pytest.raises(ValueError):
-        policy.restore(policy.snapshot())
+        policy.restore(policy.snapshot(), NO_GHOSTS, 0)
+
+
+def test_memory_of_another_shape_is_refused() -> None:
+    policy = Crf()
+    with pytest.raises(ValueError, match="memory of shape"):
+        policy.load(
+            np.arange(2),
+            np.arange(2),
+            parents=np.full(2, NONE),
+            queue=0,
+            size=1,
+            ghosts=np.arange(2, dtype=np.uint64),
+            memory=np.zeros((2, 7)),
+        )
+
+
+def test_to_defer_counts_no_use() -> None:
+    policy = Crf(60.0)
+    for chunk in range(8):
+        insert(policy, chunk, chunk * S)
+    before = policy.memory(np.arange(8))
+    policy.defer([0, 1, 2], 50 * S)
+    assert (policy.memory(np.arange(8)) == before).all()
+    policy.forget(3, evicted=True)  # one comes back, to where it stood
+    assert next(iter(policy.victims(0, 51 * S))) == 0

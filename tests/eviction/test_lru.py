@@ -16,7 +16,9 @@ calls = st.lists(
     st.one_of(
         st.tuples(st.just("insert"), st.integers(0, 15), st.integers(0, QUEUES - 1)),
         st.tuples(st.just("touch"), st.lists(st.integers(-1, 16), max_size=6), st.just(0)),
-        st.tuples(st.just("forget"), st.integers(-1, 16), st.just(0)),
+        st.tuples(st.just("forget"), st.integers(-1, 16), st.integers(0, 1)),
+        st.tuples(st.just("cool"), st.lists(st.integers(-1, 16), max_size=6), st.just(0)),
+        st.tuples(st.just("defer"), st.lists(st.integers(-1, 16), max_size=6), st.just(0)),
     ),
     max_size=60,
 )
@@ -39,9 +41,15 @@ def test_the_order_is_the_naive_twins(some: list[tuple[str, object, int]]) -> No
         elif call == "touch" and isinstance(what, list):
             policy.touch(what, now * S)
             twin.touch(what)
+        elif call == "cool" and isinstance(what, list):
+            policy.cool(what, now * S)
+            twin.cool(what)
+        elif call == "defer" and isinstance(what, list):
+            policy.defer(what, now * S)
+            twin.defer(what)
         elif call == "forget" and isinstance(what, int):
-            policy.forget(what, evicted=True)
-            twin.forget(what)
+            policy.forget(what, evicted=bool(queue))
+            twin.forget(what, evicted=bool(queue))
             here.discard(what)
         for queue in range(QUEUES):
             assert list(policy.victims(queue, now * S)) == twin.victims(queue)
@@ -68,16 +76,7 @@ def test_what_comes_at_once_stands_as_hot_as_who_stands_behind_it() -> None:
         parents=np.array([1, 0, NONE]),
         queue=0,
         size=1,
-        ghost=int,
+        ghosts=np.arange(3, dtype=np.uint64),
     )
     assert list(policy.victims(0, 10 * S)) == [5, 2, 1, 0]
     assert policy.value(0, 10 * S) == policy.value(2, 10 * S)
-
-
-def test_a_snapshot_of_another_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="fifo"):
-        Lru().restore({"policy": "fifo", "queues": []})
-    used = Lru()
-    insert(used, 0, 0)
-    with pytest.raises(ValueError, match="empty"):
-        used.restore(Lru().snapshot())

@@ -9,6 +9,7 @@ from kvd.eviction.arc import Arc
 from kvd.eviction.crf import Crf
 from kvd.eviction.fifo import Fifo
 from kvd.eviction.lfuda import Lfuda
+from kvd.eviction.recency import Recency
 from kvd.eviction.registry import POLICIES
 from kvd.eviction.reuse import Reuse
 from kvd.eviction.s3fifo import S3Fifo
@@ -28,6 +29,10 @@ class TestAdaptive(PolicyConformance):
 
 class TestReuse(PolicyConformance):
     make = staticmethod(Reuse)
+
+
+class TestRecency(PolicyConformance):
+    make = staticmethod(Recency)
 
 
 class TestLfuda(PolicyConformance):

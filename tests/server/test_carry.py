@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvd.chunk import payload_digest
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.events import LookupFlag
@@ -77,3 +78,58 @@ def test_sealing_waits_where_a_client_copies(event: Any, quiet: bool) -> None:
     made, hushed = carrier([])
     made.feed(event)
     assert bool(hushed) is quiet
+
+
+class Sealing:
+    """A core that wants seals once, and a pool that keeps the jobs."""
+
+    def __init__(self, seals: list[ac.Seal]) -> None:
+        self.memory = bytearray(range(256)) * 64
+        self.wanted: list[Any] = list(seals)
+        self.events: list[Any] = []
+        self.jobs: list[Any] = []
+        core = SimpleNamespace(handle=self.handle)
+        pool = SimpleNamespace(hush=lambda: None, submit=self.jobs.append)
+        arena = SimpleNamespace(view=memoryview(self.memory))
+        self.carrier = Carrier(core, arena, pool, Counters())  # type: ignore[arg-type]
+
+    def handle(self, event: Any, now: int) -> list[Any]:
+        self.events.append(event)
+        wanted, self.wanted = self.wanted, []
+        return wanted
+
+    def digest(self, seal: ac.Seal) -> bytes:
+        return payload_digest(self.memory[seal.offset : seal.offset + seal.length])
+
+
+def test_seals_of_one_commit_are_one_job_and_one_event_and_each_has_its_own_digest() -> None:
+    seals = [ac.Seal(n, 100 + n, 256 * n + n, 256) for n in range(5)]
+    world = Sealing(seals)
+    world.carrier.feed(ev.Tick())
+    (job,) = world.jobs
+    assert job.background
+    job.done(job.run())
+    (told,) = world.events[1:]
+    assert told == ev.SealedMany(
+        [ev.Sealed(seal.record, seal.generation, world.digest(seal)) for seal in seals]
+    )
+
+
+def test_a_seal_that_somebody_waits_for_goes_alone_and_at_once() -> None:
+    seals = [ac.Seal(0, 1, 0, 64), ac.Seal(1, 2, 64, 64, urgent=True), ac.Seal(2, 3, 128, 64)]
+    world = Sealing(seals)
+    world.carrier.feed(ev.Tick())
+    assert [job.background for job in world.jobs] == [False, True]
+    for job in world.jobs:
+        job.done(job.run())
+    records = [[one.record for one in event.seals] for event in world.events[1:]]
+    assert records == [[1], [0, 2]]
+
+
+def test_large_payloads_are_sealed_in_several_jobs_so_that_none_takes_long() -> None:
+    world = Sealing([ac.Seal(n, n, 0, 16 << 20) for n in range(1, 6)])
+    world.carrier.feed(ev.Tick())
+    for job in world.jobs:
+        job.done(None)  # as if the worker had failed
+    told = [[(one.record, one.digest) for one in event.seals] for event in world.events[1:]]
+    assert told == [[(1, b""), (2, b"")], [(3, b""), (4, b"")], [(5, b"")]]

@@ -24,9 +24,12 @@ TYPED = (ProtocolError, LimitExceeded, VersionError)
 BODIES = [
     *((m.OP_OF[type(v)], m.encode_request(v)) for v in vectors.REQUESTS.values()),
     *((m.OP_OF[type(v)], m.encode_request(v)) for v in vectors.REQUESTS_1_1.values()),
+    *((m.OP_OF[type(v)], m.encode_request(v)) for v in vectors.REQUESTS_1_2.values()),
 ]
 REPLIES = [
-    (op, m.encode_reply(v)) for op, v in [*vectors.REPLIES.values(), *vectors.REPLIES_1_1.values()]
+    (op, m.encode_reply(v))
+    for more in (vectors.REPLIES, vectors.REPLIES_1_1, vectors.REPLIES_1_2)
+    for op, v in more.values()
 ]
 
 

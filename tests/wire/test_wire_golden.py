@@ -23,13 +23,15 @@ def test_every_vector_is_what_it_was_on_the_first_day() -> None:
     assert vectors.vectors() == GOLDEN
 
 
-def test_what_a_minor_version_added_is_what_it_was_on_its_first_day() -> None:
-    golden = json.loads(Path(__file__).with_name("golden_1_1.json").read_text())
-    assert vectors.vectors_1_1() == golden
-    for name, request in vectors.REQUESTS_1_1.items():
+@pytest.mark.parametrize("version", vectors.ADDED)
+def test_what_a_minor_version_added_is_what_it_was_on_its_first_day(version: str) -> None:
+    golden = json.loads(Path(__file__).with_name(f"golden_{version}.json").read_text())
+    assert vectors.vectors_of(version) == golden
+    requests, replies = vectors.ADDED[version]
+    for name, request in requests.items():
         body = bytes.fromhex(golden["requests"][name])
         assert m.decode_request(m.OP_OF[type(request)], body) == request
-    for name, (op, message) in vectors.REPLIES_1_1.items():
+    for name, (op, message) in replies.items():
         assert m.decode_reply(op, bytes.fromhex(golden["replies"][name])) == message
 
 

@@ -163,13 +163,38 @@ REPLIES_1_1: dict[str, tuple[Op, Any]] = {
 }
 
 
-def vectors_1_1() -> dict[str, Any]:
+# What 1.2 added: `golden_1_2.json`.
+REQUESTS_1_2: dict[str, m.Request] = {
+    "hint": m.Hint(b"\x07" * 32, 1, bytes(range(64)), 3, 0, 60_000_000_000),
+}
+REPLIES_1_2: dict[str, tuple[Op, Any]] = {
+    "hint": (Op.HINT, m.HintReply(7, 2, 1, 60_000_000_000)),
+}
+
+# What 1.3 added: `golden_1_3.json`.
+REQUESTS_1_3: dict[str, m.Request] = {
+    "prefetch": m.Prefetch(SPEC, 1, (0, 2), HASHES, 3_000_000_000),
+}
+REPLIES_1_3: dict[str, tuple[Op, Any]] = {
+    "prefetch": (Op.PREFETCH, m.OutcomesReply(b"\x01\x06")),
+}
+
+ADDED = {
+    "1_1": (REQUESTS_1_1, REPLIES_1_1),
+    "1_2": (REQUESTS_1_2, REPLIES_1_2),
+    "1_3": (REQUESTS_1_3, REPLIES_1_3),
+}
+
+
+def vectors_of(version: str) -> dict[str, Any]:
+    """What a minor version added."""
+    requests, replies = ADDED[version]
     return {
-        "requests": {name: m.encode_request(v).hex() for name, v in REQUESTS_1_1.items()},
-        "replies": {name: m.encode_reply(v).hex() for name, (_, v) in REPLIES_1_1.items()},
+        "requests": {name: m.encode_request(v).hex() for name, v in requests.items()},
+        "replies": {name: m.encode_reply(v).hex() for name, (_, v) in replies.items()},
     }
 
 
 if __name__ == "__main__":
-    chosen = vectors_1_1 if sys.argv[1:] == ["1.1"] else vectors
-    print(json.dumps(chosen(), indent=1, sort_keys=True))
+    chosen = vectors_of(sys.argv[1]) if sys.argv[1:] else vectors()
+    print(json.dumps(chosen, indent=1, sort_keys=True))

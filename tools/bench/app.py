@@ -21,6 +21,7 @@ Examples:
   kvd-bench data                   stores and loads beside np.copyto
   kvd-bench control --json         round trips and lookups, as JSON
   kvd-bench index                  the index alone, at a million chunks
+  kvd-bench death --gib 2          a killed client: when is all that it held free
   kvd-bench engine --json          what the connector costs vLLM, and what it saves
   kvd-bench data --quick           whether it runs at all; its figures mean nothing
 
@@ -110,6 +111,20 @@ def tiers(as_json: bool, quick: bool, directory: str | None) -> None:
     from kvd.tools.bench.tiers import run_tiers
 
     _run(as_json, lambda: run_tiers(directory, quick=quick), _tiers_tables)
+
+
+@bench.command()
+@_json
+@_quick
+@click.option("--gib", type=click.FloatRange(min=0.125), help="Only this size (default: 1, 4, 8).")
+def death(as_json: bool, quick: bool, gib: float | None) -> None:
+    """A client is killed that has the whole arena mapped: how long what it held stays taken.
+
+    It holds leases and unfinished writes over half of the arena, which needs that much memory.
+    """
+    from kvd.tools.bench.death import run_death
+
+    _run(as_json, lambda: run_death(quick=quick, gib=gib), _death_tables)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -234,6 +249,19 @@ def _tiers_tables(result: dict[str, Any]) -> list[Table]:
         "nvme's p99 beside a slow tier, over alone", f"{result['slow_tier_p99_ratio']:.2f}"
     )
     return [table, rest]
+
+
+def _death_tables(result: dict[str, Any]) -> list[Table]:
+    table = _table("death of a client", ">mapped GiB", ">held GiB", ">free s", ">worst", ">aim")
+    for row in result["deaths"]:
+        table.add_row(
+            f"{row['mapped_bytes'] / 2**30:.2f}",
+            f"{row['held_bytes'] / 2**30:.2f}",
+            f"{row['free_s']:.2f}",
+            f"{row['worst_s']:.2f}",
+            f"{row['aim_s']:.2f}",
+        )
+    return [table]
 
 
 def _engine_tables(result: dict[str, Any]) -> list[Table]:

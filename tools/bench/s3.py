@@ -1,7 +1,7 @@
 """The S3 tier against bare boto3, on one server in one run.
 
 The law of this module: both sides move the same bytes at the same concurrency, in turns, to names
-that are new each time. The bare side is boto3 at its leanest: as many connections as threads, and no
+that are new each time. The bare side is boto3 at its leanest: a connection a thread, and no
 checksums, while the tier verifies what it writes and what it reads. The server is one of our own.
 """
 

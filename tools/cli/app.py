@@ -22,10 +22,10 @@ from kvd.wire.versions import MAJOR, MINOR
 
 _EPILOG = """\b
 Examples:
-  kvd-cli status                          how the daemon is
-  kvd-cli inspect                         what it holds
-  kvd-cli inspect chunks --idle 10m       chunks that nobody used for ten minutes
-  kvd-cli evict --namespace dev --dry-run what an eviction would take
+  kvd-cli status                           how the daemon is
+  kvd-cli inspect                          what it holds
+  kvd-cli inspect chunks --idle 10m        chunks that nobody used for ten minutes
+  kvd-cli evict --namespace dev --dry-run  what an eviction would take
   kvd-cli status --json | jq .tiers
 
 \b

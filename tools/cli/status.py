@@ -239,6 +239,8 @@ def _facts(output: Output, book: Book) -> Table:
         ("loads", _loads(book)),
         ("stores", _stores(book)),
         ("evictions", _evictions(book)),
+        ("policy", _policy(book)),
+        ("hints", _hints(book)),
         ("ladder", _ladder(book)),
         ("directory", _directory(book.stat.get("directory"))),
         ("leases", _leases(book)),
@@ -248,6 +250,7 @@ def _facts(output: Output, book: Book) -> Table:
         ("restart", _restart(book)),
         ("slabs", _slabs(book)),
         ("requests", _requests(book)),
+        ("recorded", Text(book.reasons("requests_recorded"))),
         ("workers", _workers(book)),
         ("errors", _errors(book)),
         ("loop", _loop(book.stat.get("loop", {}))),
@@ -300,6 +303,35 @@ def _evictions(book: Book) -> Text:
     return _join(
         f"{book.count('chunks_evicted')} chunks, {book.size('bytes_evicted')}",
         book.reasons("chunks_evicted"),
+    )
+
+
+def _policy(book: Book) -> Text | None:
+    """Who decides which chunks go, and whether that is who should."""
+    shown = [
+        (t.get("name", "?"), t["eviction"]) for t in book.stat.get("tiers", []) if "eviction" in t
+    ]
+    if not shown:
+        return None
+    text = Text(clean(shown[0][1].get("policy", "?")))
+    for tier, policy in shown:
+        if policy.get("error"):
+            instead = {"none": "rows go as they come"}.get(policy.get("turn"), "LRU decides")
+            text.append(
+                f"; failed in {clean(tier)}, {instead} until the next start: "
+                f"{clean(policy['error'])}",
+                style="red",
+            )
+    return text
+
+
+def _hints(book: Book) -> Text | None:
+    taken, over = book.reasons("chunks_hinted"), book.total("hints_over_cap")
+    kept = book.size("kept_bytes") if book.total("kept_bytes") else ""
+    if not (taken or over or kept):
+        return None
+    return _join(
+        f"{taken or 'none'} (chunks)", _said("keep", kept), _said("over the cap", _nonzero(over))
     )
 
 
@@ -399,6 +431,7 @@ def _errors(book: Book) -> Text:
                 ("specs not kept for a restart", "registry_failures"),
                 ("same hash, other identity", "key_mismatches"),
                 ("policy", "policy_errors"),
+                ("policies not kept for a restart", "policy_writes_failed"),
                 ("faults of the daemon", "faults"),
             )
         )

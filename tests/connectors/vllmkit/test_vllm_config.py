@@ -16,7 +16,6 @@ from engine_kit import (
     vllm_config,
 )
 
-from kvd.connectors.vllm.checkpoint import weights_of
 from kvd.connectors.vllm.config import Options, chunk_size, read_options
 from kvd.connectors.vllm.stats import COUNTERS, Counts
 from kvd.errors import ConfigError, SpecError
@@ -126,31 +125,6 @@ def test_context_parallelism_is_refused_by_name(field: str) -> None:
     config.cache_config.calculate_kv_scales = True
     with pytest.raises(SpecError, match="calculate_kv_scales"):
         check_engine(config)
-
-
-def test_weights_are_known_by_their_content(tmp_path) -> None:
-    for name in ("one", "two"):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "config.json").write_text(name)
-        (folder / "model.safetensors").write_bytes(b"weights" * 100)
-    first = weights_of(str(tmp_path / "one"), None, "auto")
-    assert first.startswith("sha256:") and first == weights_of(str(tmp_path / "two"), None, "auto")
-    (tmp_path / "two" / "model.safetensors").write_bytes(b"weights" * 99 + b"weighty")
-    assert first != weights_of(str(tmp_path / "two"), None, "auto")
-    commit = "a" * 40
-    assert weights_of("org/model", commit, "auto") == f"hub:{commit}"
-    snapshot = tmp_path / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    assert weights_of(str(snapshot), None, "auto") == f"hub:{commit}"
-
-
-@pytest.mark.parametrize(
-    ("model", "load_format"), [("org/model", "auto"), ("org/model", "dummy"), ("EMPTY", "auto")]
-)
-def test_weights_without_an_identity_must_be_named(tmp_path, model: str, load_format: str) -> None:
-    with pytest.raises(SpecError, match='set "weights"'):
-        weights_of(str(tmp_path) if model == "EMPTY" else model, None, load_format)
 
 
 def test_every_count_that_the_code_makes_is_declared_and_registered() -> None:

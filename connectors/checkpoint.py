@@ -2,7 +2,8 @@
 
 The law of this module: the identity is the content of the checkpoint, by the hub's commit (which
 is one) or by a digest of the weight files; never a name or a date. Weights that have no such
-identity (made up at random, written by a trainer) must be named in the configuration.
+identity (made up at random, written by a trainer) must be named in the configuration: how, the
+connector knows, so it says it in `advice`.
 
 Cost: one SHA-256 pass over local files, in threads, while they lie in the page cache because the
 workers have just read them (1 to 2 GB/s a core).
@@ -25,10 +26,9 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _FROM_FILES = ("auto", "hf", "safetensors", "pt", "gguf", "mistral", "fastsafetensors")
 
 
-def weights_of(model: str, commit: str | None, load_format: str) -> str:
+def weights_of(model: str, commit: str | None, load_format: str, advice: str) -> str:
     """ "hub:COMMIT" or "sha256:DIGEST" of the checkpoint `model` (a path or a hub id); `commit` is
-    what the hub resolved. SpecError when there is no identity; the message says what to set."""
-    advice = 'set "weights" in kv_connector_extra_config to a name that changes with them'
+    what the hub resolved. SpecError when there is no identity; its message ends with `advice`."""
     if load_format not in _FROM_FILES:
         raise SpecError(f"weights of load_format {load_format!r} have no identity: {advice}")
     path = Path(model)

@@ -1,0 +1,136 @@
+"""The server's side of the ladder, over tiers in plain memory."""
+
+from __future__ import annotations
+
+import hashlib
+import select
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.chunk import ChunkHeader, HeaderFlag, Kind, State, payload_digest
+from kvd.core import TierConfig
+from kvd.core import actions as ac
+from kvd.core import events as ev
+from kvd.server.ladder import Ladder
+from kvd.server.tiers import TierPlan
+from kvd.server.transfers import Transfers
+from kvd.tiers.memory import MemoryBackend
+from kvd.tiers.pool import PooledTier
+
+SIZE = 8192
+NEVER = (1 << 63) - 1
+
+
+def plan(name: str, cursor: Path | None = None) -> TierPlan:
+    return TierPlan(
+        TierConfig(name, 1 << 20),
+        lambda done: PooledTier(name, MemoryBackend(1 << 20), done),
+        cursor,
+    )
+
+
+class Hands:
+    """A Ladder, and the events that it feeds."""
+
+    def __init__(self, beside: Path) -> None:
+        self.view = bytearray(4 * SIZE)
+        plans = [plan("near", beside.with_name("own-cursor")), plan("far")]
+        self.ladder = Ladder(plans, memoryview(self.view), beside)
+        self.events: list[Any] = []
+        self.ladder.feed = self.take
+        self.react: Any = lambda event: None
+        self.transfers = Transfers(1, stuck_s=30.0)
+        self.ladder.start()
+
+    def take(self, event: Any) -> None:
+        self.events.append(event)
+        self.react(event)
+
+    def do(self, *actions: Any) -> Any:
+        """Hand actions over and wait for the answer to the last."""
+        for action in actions:
+            self.ladder.add(action)
+        self.ladder.flush()
+        return self.answer(actions[-1].job)
+
+    def answer(self, job: int) -> Any:
+        while True:
+            for event in self.events:
+                if getattr(event, "job", None) == job:
+                    return event
+            assert select.select([self.ladder.completions], [], [], 20)[0]
+            self.ladder.drain()
+            self.ladder.flush()
+
+    def close(self) -> None:
+        self.transfers.close(5)
+        self.ladder.close()
+
+
+@pytest.fixture
+def hands(tmp_path: Path) -> Iterator[Hands]:
+    made = Hands(tmp_path / "arena")
+    yield made
+    made.close()
+
+
+def header(payload: bytes) -> ChunkHeader:
+    return ChunkHeader(
+        kind=Kind.PREFIX, state=State.READY, namespace_digest=b"n" * 32, spec=b"s" * 32,
+        chunk=hashlib.sha256(payload).digest(), shard_count=1, tokens=16,
+        flags=HeaderFlag.SEALED, length=len(payload), digest=payload_digest(payload),
+    )  # fmt: skip
+
+
+def test_a_payload_goes_from_one_tier_to_the_next_without_the_arena(hands: Hands) -> None:
+    payload = b"abcdefgh" * (SIZE // 8)
+    hands.view[SIZE : 2 * SIZE] = payload
+    known = header(payload)
+    put = hands.do(ac.TierWrite(1, 0, known, SIZE, SIZE, NEVER))
+    assert put.answer is ev.TierAnswer.OK
+    hands.view[:] = bytes(len(hands.view))
+    name = (known.kind, known.namespace_digest, known.spec, known.chunk, 0)
+
+    def hand_on(event: Any) -> None:
+        if getattr(event, "job", 0) == 2:
+            hands.ladder.add(ac.TierWrite(3, 1, event.header, 0, SIZE, NEVER, kept=2))
+
+    hands.react = hand_on
+    hands.do(ac.TierScrub(2, 0, *name, put.at, put.generation, SIZE, NEVER, keep=True))
+    down = hands.answer(3)
+    assert down.answer is ev.TierAnswer.OK
+    got = hands.do(ac.TierRead(4, 1, *name, down.at, down.generation, 0, SIZE, NEVER))
+    assert got.answer is ev.TierAnswer.OK and hands.view[:SIZE] == payload
+    assert not any(hands.view[SIZE:]) and not hands.ladder._kept
+
+
+def test_a_kept_payload_that_nobody_hands_on_is_let_go(hands: Hands) -> None:
+    payload = b"12345678" * (SIZE // 8)
+    hands.view[:SIZE] = payload
+    known = header(payload)
+    put = hands.do(ac.TierWrite(1, 0, known, 0, SIZE, NEVER))
+    name = (known.kind, known.namespace_digest, known.spec, known.chunk, 0)
+    read = hands.do(ac.TierScrub(2, 0, *name, put.at, put.generation, SIZE, NEVER, keep=True))
+    assert read.answer is ev.TierAnswer.OK and not hands.ladder._kept
+
+
+def test_each_tiers_scrub_goes_on_in_the_next_life(hands: Hands, tmp_path: Path) -> None:
+    core = type("Core", (), {"recovered": lambda self: None})()
+    hands.ladder.recover(core, lambda actions: None, hands.transfers)
+    assert not [e for e in hands.events if isinstance(e, ev.TierScrubbedTo)]
+    hands.ladder.scrubbed_to(ac.ScrubCursor(0, 17))
+    hands.ladder.scrubbed_to(ac.ScrubCursor(1, 4000))
+    notes = {tmp_path / "own-cursor": "17\n", tmp_path / "arena.scrub-far": "4000\n"}
+    while not all(path.exists() and path.read_text() == text for path, text in notes.items()):
+        time.sleep(0.01)  # the test's own timeout ends it
+    again = Hands(tmp_path / "arena")
+    try:
+        again.ladder.recover(core, lambda actions: None, again.transfers)
+        told = [e for e in again.events if isinstance(e, ev.TierScrubbedTo)]
+        assert told == [ev.TierScrubbedTo(0, 17), ev.TierScrubbedTo(1, 4000)]
+    finally:
+        again.close()
