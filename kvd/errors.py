@@ -13,6 +13,7 @@ __all__ = [
     "ArenaError",
     "AuthError",
     "BadKey",
+    "Busy",
     "ClientClosed",
     "ConfigError",
     "DeadlineExceeded",
@@ -52,6 +53,7 @@ class ErrorCode(IntEnum):
     LEASE_LOST = 12
     DRAINING = 13
     WRONG_INSTANCE = 14
+    BUSY = 15
     # below: raised on the client's side or at start, never sent by a daemon
     UNAVAILABLE = 100
     CLOSED = 101
@@ -148,6 +150,17 @@ class WrongInstance(KvdError):
     code = ErrorCode.WRONG_INSTANCE
 
 
+class Busy(KvdError):
+    """The tenant asks for more at a time than it may. The request was not carried out; asked again
+    after `retry_after_s` seconds it has a chance."""
+
+    code = ErrorCode.BUSY
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class Unavailable(KvdError):
     """No daemon answered within the call's deadline. A connector treats it as a miss."""
 
@@ -195,6 +208,7 @@ _BY_CODE: dict[int, type[KvdError]] = {
         LeaseLost,
         Draining,
         WrongInstance,
+        Busy,
     )
 }
 

@@ -43,7 +43,15 @@ ARROWS: dict[str, set[str]] = {
     # The bench measures the core, the arena and the tiers in its own process, with no daemon
     # between; the demo is an application of a connector.
     "tools": {
-        "connectors", "client", "wire", "chunk", "blend", "core", "eviction", "arena", "telemetry",
+        "connectors",
+        "client",
+        "wire",
+        "chunk",
+        "blend",
+        "core",
+        "eviction",
+        "arena",
+        "telemetry",
         "tiers",
     },
 }

@@ -120,6 +120,7 @@ class Use(Enum):
     """What a read is for. Within one tier, the first goes first."""
 
     LOAD = "load"  # an engine waits for it
+    MOVE = "move"  # to be written to another tier; goes with writes
     SCRUB = "scrub"  # to see whether it holds
     PREFETCH = "prefetch"  # somebody may ask for it
 

@@ -39,8 +39,9 @@ from kvd.tiers.base import (
     Usage,
     Write,
 )
-from kvd.tiers.breaker import Breaker, BreakerConfig, BreakerState
+from kvd.tiers.breaker import BreakerConfig, BreakerState
 from kvd.tiers.crossing import Crossing
+from kvd.tiers.health import Health
 from kvd.tiers.meter import Meter
 from kvd.tiers.waiting import BEHIND, Waiting, line_of
 
@@ -76,11 +77,6 @@ class _Heal(NamedTuple):
 _Task = list[Job] | _Heal  # jobs of one kind that run in one call
 
 _KINDS: dict[type, str] = {Write: "write", Read: "read", Delete: "delete", Probe: "probe"}
-# Answers that say something about the medium's health, and which.
-_HEALTHY = {Answer.OK, Answer.EXISTS, Answer.MISS, Answer.CORRUPT, Answer.NO_SPACE}
-_ILL = {Answer.FAILED, Answer.TIMEOUT}
-# What lies there, not whether the medium works.
-_HARMLESS = {Reason.CONFLICT, Reason.FOREIGN}
 
 
 class _Worker:
@@ -122,8 +118,7 @@ class PooledTier(Tier):
         self._number = 0
         self._started = self._closed = False
         self._open = False  # the backend is; if not, a heal opens it
-        self._read_breaker = Breaker(config.breaker)
-        self._write_breaker = Breaker(config.breaker)
+        self._health = Health(config.breaker)
         self._report = ProbeReport("?", "not started")
         self.meter = Meter()
         self._crossing = Crossing(name, backend, self.meter, clock, config.verify_source)
@@ -143,9 +138,7 @@ class PooledTier(Tier):
         self._started = True
         with self._lock:
             if not self._open:
-                now = self._clock()
-                self._read_breaker.trip(now)
-                self._write_breaker.trip(now)
+                self._health.trip(self._clock())
             for _ in range(self._config.workers):
                 self._hire()
             self._watcher = threading.Thread(
@@ -184,18 +177,17 @@ class PooledTier(Tier):
     def state(self) -> State:
         if not self._started or self._closed:
             return State.OFF
-        closed = BreakerState.CLOSED
-        if self._read_breaker.state is closed and self._write_breaker.state is closed:
+        if self._health.readable and self._health.writable:
             return State.READY
         return State.DEGRADED
 
     @property
     def readable(self) -> bool:
-        return self.state is not State.OFF and self._read_breaker.state is BreakerState.CLOSED
+        return self.state is not State.OFF and self._health.readable
 
     @property
     def writable(self) -> bool:
-        return self.state is not State.OFF and self._write_breaker.state is BreakerState.CLOSED
+        return self.state is not State.OFF and self._health.writable
 
     # -- jobs -----------------------------------------------------------------------------------
 
@@ -223,16 +215,13 @@ class PooledTier(Tier):
         wait for that."""
         if kind is Probe:
             return True
-        breaker = self._breaker(kind)
+        breaker = self._health.of(kind)
         return breaker.state is BreakerState.CLOSED or (self._open and breaker.due(now))
 
     def _why_off(self, kind: type) -> str:
         if self._closed or not self._started:
             return f"tier {self.name} is off"
         return f"tier {self.name} is degraded: {self.meter.last_error}"
-
-    def _breaker(self, kind: type) -> Breaker:
-        return self._read_breaker if kind is Read else self._write_breaker
 
     # -- workers --------------------------------------------------------------------------------
 
@@ -300,7 +289,7 @@ class PooledTier(Tier):
             self._probe(ready[0])
             return
         with self._lock:
-            allowed = self._open and self._breaker(kind).allow(now)
+            allowed = self._open and self._health.of(kind).allow(now)
         if not allowed:
             for job in ready:
                 self._complete(job, Answer.OFF, detail=self._why_off(kind))
@@ -333,36 +322,19 @@ class PooledTier(Tier):
             self._complete(job, answer, reason=refused.reason, detail=refused.detail)
             return
         with self._lock:
-            self._read_breaker.reset()
-            self._write_breaker.reset()
+            self._health.reset()
         self._complete(job, Answer.OK, detail=self._report.detail)
 
     # -- health ---------------------------------------------------------------------------------
 
     def _judge(self, kind: type, completions: list[Completion]) -> None:
         """Tell the breaker how an attempt ended."""
-        answers = {done.answer for done in completions}
-        permanent = any(done.reason in _PERMANENT for done in completions)
-        opened: list[Job] = []
         with self._lock:
-            breaker = self._breaker(kind)
-            before, now = breaker.opened, self._clock()
-            if any(done.answer in _ILL and done.reason not in _HARMLESS for done in completions):
-                if permanent:
-                    breaker.trip(now)
-                else:
-                    breaker.failure(now)
-            elif answers & (_HEALTHY | _ILL):
-                breaker.success()
-            else:
-                breaker.abandon()
-            if breaker.opened > before:
-                opened = self._waiting.drop(*((Read,) if kind is Read else (Write, Delete)))
-                self._watch.notify()
-        if opened or breaker.opened > before:
-            log.warning(
-                "tier %s: %ss pause: %s", self.name, _KINDS[kind], self._detail(completions)
-            )
+            if not self._health.judge(kind, completions, self._clock()):
+                return
+            opened = self._waiting.drop(*((Read,) if kind is Read else (Write, Delete)))
+            self._watch.notify()
+        log.warning("tier %s: %ss pause: %s", self.name, _KINDS[kind], self._detail(completions))
         for job in opened:
             self._complete(job, Answer.OFF, detail=self._why_off(type(job)))
 
@@ -371,7 +343,7 @@ class PooledTier(Tier):
         return next((done.detail for done in completions if done.detail), "no detail")
 
     def _heal(self, heal: _Heal) -> None:
-        breaker = self._write_breaker if heal.write else self._read_breaker
+        breaker = self._health.writes if heal.write else self._health.reads
         try:
             if not self._open:
                 self._reopen()
@@ -424,7 +396,7 @@ class PooledTier(Tier):
                     )
                     self.meter.count("stuck_workers")
                     self._hire()
-                for breaker, write in ((self._read_breaker, False), (self._write_breaker, True)):
+                for breaker, write in ((self._health.reads, False), (self._health.writes, True)):
                     if breaker.due(now) and breaker.allow(now):
                         self._heals.append(_Heal(write))
                         self._work.notify()
@@ -437,12 +409,8 @@ class PooledTier(Tier):
         """Seconds until there is something to watch; None: until told. Pre: the lock is held."""
         if self._running or self._waiting:
             return 0.05
-        waits = [
-            b.until - now
-            for b in (self._read_breaker, self._write_breaker)
-            if b.state is BreakerState.OPEN
-        ]
-        return max(0.01, min(waits) / SECOND) if waits else None
+        due = self._health.next()
+        return None if due is None else max(0.01, (due - now) / SECOND)
 
     # -- completions ----------------------------------------------------------------------------
 
@@ -498,16 +466,6 @@ class PooledTier(Tier):
             bytes_read=meter.nbytes["read"],
             notes={**self.backend.notes(), **meter.notes()},
         )
-
-
-_PERMANENT = {
-    Reason.CREDENTIALS,
-    Reason.DENIED,
-    Reason.NOT_FOUND,
-    Reason.READ_ONLY,
-    Reason.REGION,
-    Reason.SKEW,
-}
 
 
 def _as_refused(error: Refused | ConfigError) -> Refused:

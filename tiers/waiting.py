@@ -37,7 +37,9 @@ class Line(IntEnum):
 
 # What a worker may be kept from, so that others are free for what comes meanwhile.
 BEHIND = frozenset({Line.MOVE, Line.SCRUB, Line.PREFETCH})
-_READS = {Use.LOAD: Line.LOAD, Use.SCRUB: Line.SCRUB, Use.PREFETCH: Line.PREFETCH}
+_READS = {
+    Use.LOAD: Line.LOAD, Use.MOVE: Line.MOVE, Use.SCRUB: Line.SCRUB, Use.PREFETCH: Line.PREFETCH,
+}  # fmt: skip
 
 
 def line_of(job: Job) -> Line:
@@ -136,16 +138,12 @@ class Waiting:
 
     def drop(self, *kinds: type) -> list[Job]:
         """Take out all jobs of some kinds; of all kinds if none is named."""
-        dropped: list[Job] = []
-        if not kinds or Probe in kinds:
-            dropped += self._probes
-            self._probes.clear()
-        for line, queue in self._lines.items():
-            if not kinds or _KINDS[line] in kinds:
-                dropped += [queue.pop() for _ in range(len(queue))]
+        jobs: list[Job] = list(self._probes)
+        self._probes.clear()
+        for queue in self._lines.values():
+            jobs += [queue.pop() for _ in range(len(queue))]
+        dropped = [job for job in jobs if not kinds or type(job) in kinds]
+        for job in jobs:
+            if kinds and type(job) not in kinds:
+                self.put(job)
         return dropped
-
-
-_KINDS: dict[Line, type] = {
-    Line.LOAD: Read, Line.DELETE: Delete, Line.MOVE: Write, Line.SCRUB: Read, Line.PREFETCH: Read,
-}  # fmt: skip

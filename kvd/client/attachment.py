@@ -53,6 +53,7 @@ class Attachment:
                 settings.token,
                 settings.expected_instance,
                 settings.map_memory,
+                settings.namespace,
             )
             with short_address(attach_path(settings.socket)) as address:
                 sock.connect(address)

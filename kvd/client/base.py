@@ -40,6 +40,7 @@ class ClientBase:
 
     timeout_s: float
     _channel: Channel
+    public: bool  # lookups go on in the namespace `public`
     _specs: dict[bytes, bytes]  # digest -> encoding; told in every new session
     _registered: set[bytes]
 

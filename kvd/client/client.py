@@ -36,7 +36,9 @@ class Client(Storing, Loading, Hinting, Looking):
     `group`: the secret that the sessions of one engine share, so that any of them may load or
     release what another leased. `token`: a namespace's token. `expected_instance`: refuse another
     daemon. `map_memory=False`: bytes travel inline. `prefault`: fault the arena in, in the
-    background. `trace`: gives the trace context for each request.
+    background. `trace`: gives the trace context for each request. `public`: lookups find chunks of
+    the namespace `public` where the own one has none. `namespace="public"`: a session in that
+    namespace, for who may write there (AuthError else).
 
     ConfigError if the socket's path can't be one, or `timeout_s` is not from 0 s to 30 days (the
     longest deadline of a call, too: LimitExceeded). Nothing is connected before the first call.
@@ -56,13 +58,26 @@ class Client(Storing, Loading, Hinting, Looking):
         prefault: bool = False,
         curve: Curve | None = None,
         trace: Callable[[], Trace] | None = None,
+        public: bool = False,
+        namespace: str | None = None,
     ) -> None:
         path = ""
         if endpoint is None:
             path = check_socket_path(default_socket() if socket is None else socket)
         settings = Settings(
-            path, endpoint, name, group, token, expected_instance, map_memory, curve, trace
+            path,
+            endpoint,
+            name,
+            group,
+            token,
+            expected_instance,
+            map_memory,
+            curve,
+            trace,
+            public,
+            namespace,
         )
+        self.public = public
         self.timeout_s = check_timeout(timeout_s)
         self._memory = Memory(prefault=prefault)
         self._specs = {}

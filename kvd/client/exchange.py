@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 import zmq
@@ -21,7 +22,7 @@ from kvd.client.grants import HANDLE_REQUESTS, granted_by
 from kvd.client.link import Link, Phase
 from kvd.client.settings import BACKOFF_S, RESEND_S, Counters, Settings
 from kvd.client.waiters import NEVER_NS, Waiters
-from kvd.errors import ErrorCode, KvdError, StaleEpoch, Unavailable
+from kvd.errors import Busy, ErrorCode, KvdError, StaleEpoch, Unavailable
 from kvd.wire import Frame, FrameFlag
 from kvd.wire import messages as m
 from kvd.wire.messages import Request, decode_error, decode_reply
@@ -56,11 +57,15 @@ class Exchange(Waiters):
         self._connect_ns = 0
         self._backoff_s = BACKOFF_S[0]
         self._deadlines = Deadlines()
+        self._delayed: list[tuple[int, int, Call]] = []  # a heap: when to ask again, as told
+        self._delays = 0
         self._resend_ns = NEVER_NS
         self._why = "not connected yet"
 
     def _due_ns(self) -> int:
         due = self._resend_ns
+        if self._delayed:
+            due = min(due, self._delayed[0][0])
         if self._deadlines:
             due = min(due, self._deadlines.nearest)
         link = self._link
@@ -86,6 +91,10 @@ class Exchange(Waiters):
             self._expire(now)
         if now >= self._resend_ns:
             self._resend(now)
+        while self._delayed and now >= self._delayed[0][0]:
+            call = heappop(self._delayed)[2]
+            if not call.done:
+                self._queue.append(call)
         if self._queue:
             self._flush(now)
 
@@ -282,7 +291,7 @@ class Exchange(Waiters):
                 self._give_back(link, message, frame.body, frame.newer)
             return
         link.answered(frame.request)
-        if frame.flags & _ERROR and self._relinks(link, call, frame):
+        if frame.flags & _ERROR and (self._relinks(link, call, frame) or self._later(call, frame)):
             return
         call.link = link
         call.raw = frame.body
@@ -306,6 +315,20 @@ class Exchange(Waiters):
             link.pending[frame.request] = call  # _lose takes it from there
         self._lose(str(error))
         return not handle and not call.internal
+
+    def _later(self, call: Call, frame: Frame) -> bool:
+        """The daemon is busy for this tenant: the call again when it says so, if in time."""
+        error = decode_error(frame.body)
+        if not isinstance(error, Busy) or not error.retry_after_s:
+            return False
+        again = time.monotonic_ns() + int(error.retry_after_s * 1e9)
+        if again >= call.deadline_ns:
+            return False
+        call.request = 0
+        self._delays += 1
+        heappush(self._delayed, (again, self._delays, call))
+        self._counts["delayed"] += 1
+        return True
 
     def _give_back(self, link: Link, message: Request, body: bytes, newer: bool) -> None:
         """Nobody will use what this answer grants."""

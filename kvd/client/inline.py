@@ -40,7 +40,7 @@ def put_message(keys: Keys, begin: int, end: int, flags: int, ttl_ns: int) -> m.
     )
 
 
-def get_message(keys: Keys, begin: int, end: int, *, every: bool) -> m.Get:
+def get_message(keys: Keys, begin: int, end: int, *, every: bool, public: bool = False) -> m.Get:
     """The get of keys [begin, end)."""
     return m.Get(
         keys.spec,
@@ -48,7 +48,7 @@ def get_message(keys: Keys, begin: int, end: int, *, every: bool) -> m.Get:
         keys.shards,
         keys.hashes[32 * begin : 32 * end],
         keys.part("fingerprints", 16, begin, end),
-        int(GetFlag.EVERY) if every else 0,
+        (int(GetFlag.EVERY) if every else 0) | (int(GetFlag.PUBLIC) if public else 0),
     )
 
 
@@ -112,7 +112,8 @@ class InlineLoad(Stream):
         asked = 0
         while asked < self.keys.keys or flying:
             while asked < self.keys.keys and len(flying) < _IN_FLIGHT:
-                message = get_message(self.keys, asked, asked + 1, every=True)
+                public = self.client.public
+                message = get_message(self.keys, asked, asked + 1, every=True, public=public)
                 flying.append((asked, self.client.submit_at(message, deadline_ns)))
                 asked += 1
             key, call = flying.popleft()

@@ -165,6 +165,7 @@ class Link:
             settings.expected_instance,
             settings.group if remote else None,
             settings.token if remote else None,
+            settings.namespace if remote else None,
         )
         frame = encode_frame(
             Op.HELLO,

@@ -56,6 +56,8 @@ class Loading(ClientBase):
             flags |= LookupFlag.LOAD
         if every:
             flags |= LookupFlag.EVERY
+        if self.public:
+            flags |= LookupFlag.PUBLIC
         prints = keys.fingerprints
         if reserve_misses:
             flags |= LookupFlag.RESERVE_MISSES
@@ -177,7 +179,7 @@ class Loading(ClientBase):
                     return data
                 return None
         keys = self._keys(spec, [key], prints, (shard,), kind, None, 0, timeout_s)
-        message = get_message(keys, 0, 1, every=True)
+        message = get_message(keys, 0, 1, every=True, public=self.public)
         call = self.submit_at(message, deadline_ns)
         reply = self._reply(call, m.OutcomesReply)
         if outcomes(reply.outcomes) != (Outcome.OK,):

@@ -76,6 +76,25 @@ class Looking(ClientBase):
         """probe, drain or scrub a tier below DRAM; for administrators."""
         return self._ask(m.Tier(name, command), m.TierReply, timeout_s)
 
+    def tenant(
+        self,
+        command: str,
+        name: str = "",
+        settings: dict[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> m.TenantReply:
+        """list, show, add, set, rotate or remove tenants; for administrators. Of its own tenant a
+        session may ask without."""
+        return self._ask(m.Tenant(command, name, settings or {}), m.TenantReply, timeout_s)
+
+    def tenants(self) -> Iterator[dict[str, Any]]:
+        """All tenants by name, page by page."""
+        after = ""
+        while rows := self.tenant("list", "", {"after": after}).rows:
+            yield from rows
+            after = rows[-1]["name"]
+
     def heartbeat(self, *, timeout_s: float | None = None) -> None:
         """Say that this session lives (needed over tcp only, where there is no end-of-file)."""
         self._ask(m.Heartbeat(), m.DoneReply, timeout_s)

@@ -38,6 +38,8 @@ class Settings(NamedTuple):
     map_memory: bool
     curve: Curve | None
     trace: Callable[[], Trace] | None
+    public: bool = False  # lookups go on in the namespace `public`
+    namespace: str | None = None  # `public`, to write there
 
     @property
     def where(self) -> str:
@@ -78,3 +80,4 @@ class Counters(NamedTuple):
     late: int = 0  # answers to abandoned requests
     given_back: int = 0  # grants, leases and transfers given back for them
     lost: int = 0  # sessions that ended from the other side
+    delayed: int = 0  # requests that the daemon was too busy for, and that were sent again

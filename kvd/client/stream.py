@@ -355,6 +355,8 @@ class Load(Stream):
         flags = LookupFlag.LEASE | LookupFlag.LOAD
         if self._every:
             flags |= LookupFlag.EVERY
+        if self.client.public:
+            flags |= LookupFlag.PUBLIC
         message = m.Lookup(
             keys.spec,
             keys.kind,

@@ -26,6 +26,7 @@ class Fail(NamedTuple):
     request: object
     code: ErrorCode
     message: str
+    retry_ns: int = 0  # with BUSY: when to ask again
 
 
 class SpecResult(NamedTuple):

@@ -22,6 +22,7 @@ from kvd.core.advice import Advice
 from kvd.core.columns import NONE
 from kvd.core.config import SECOND_NS
 from kvd.core.jobs import Jobs, Pause, Work, spent
+from kvd.core.shares import NOBODY
 from kvd.core.slabs import DETACHED
 from kvd.core.spaces import Space
 from kvd.core.store import Store
@@ -393,10 +394,14 @@ class Adoption:
         taken = taken[np.argsort(taken[:, 0], kind="stable")]
         slab, slot = np.divmod(taken[:, 0], store.config.records_per_slab)
         edges = np.searchsorted(slab, np.arange(len(sizes) + 1))
+        whose = np.array([NOBODY, *(space.tenant for space in store.spaces.all())], np.uint16)
+        rows = store.cells.np_chunk[np.maximum(taken[:, 1], 0)]
+        tenants = whose[np.where(taken[:, 1] < 0, 0, store.chunks.np_space[rows])]
         for number, size in enumerate(sizes.tolist()):
             if size:
                 mine = slice(edges[number], edges[number + 1])
-                store.slabs.adopt(number, size, slot[mine], taken[mine, 1].astype(np.int32))
+                cells = taken[mine, 1].astype(np.int32)
+                store.slabs.adopt(number, size, slot[mine], cells, tenants[mine])
         store.slabs.adopted()
         self._taken.clear()
 

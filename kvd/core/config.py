@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvd.core.shares import TenantRules
+
 PAGE = 4096
 SECOND_NS = 1_000_000_000
 MAX_ROWS = 1 << 24  # chunks and cells that the flat arrays can hold at most
@@ -72,6 +74,8 @@ class CoreConfig:
     pin_total_share: float = 0.5  # of the arena: what those of all tenants may
     pin_max_ns: int = 3600 * SECOND_NS  # that a hint holds
     room_wait_ns: int = SECOND_NS // 20  # that a store waits for demotions before victims drop
+    isolate: bool = True  # tenants have shares; False: one pool
+    tenants: tuple[tuple[str, TenantRules], ...] = ()  # at the start; see SetTenant
 
     @property
     def records_per_slab(self) -> int:

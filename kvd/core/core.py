@@ -24,7 +24,7 @@ from kvd.core.demotions import Demotions
 from kvd.core.descents import Descent, Descents
 from kvd.core.evictions import Evictions
 from kvd.core.fetches import Fetches
-from kvd.core.hints import Hints
+from kvd.core.hints import Hints, check
 from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.leases import Lease, Leases, Unknown
 from kvd.core.listing import Listing
@@ -37,6 +37,7 @@ from kvd.core.rooms import Rooms
 from kvd.core.scrubs import Scrubs
 from kvd.core.sealing import Seals
 from kvd.core.sessions import Session
+from kvd.core.shares import PUBLIC
 from kvd.core.spaces import Space
 from kvd.core.stats import stat
 from kvd.core.store import TOUCH_SLICE, Store
@@ -46,6 +47,7 @@ from kvd.core.writes import Write, Writes
 from kvd.errors import (
     AuthError,
     BadKey,
+    Busy,
     ErrorCode,
     InternalError,
     KvdError,
@@ -59,7 +61,9 @@ from kvd.eviction.base import Policy
 _LEASE, _LOAD = int(ev.LookupFlag.LEASE), int(ev.LookupFlag.LOAD)
 _EVERY = int(ev.LookupFlag.EVERY)
 _RESERVE_MISSES = int(ev.LookupFlag.RESERVE_MISSES)
+_PUBLIC = int(ev.LookupFlag.PUBLIC)
 _EXPIRE_SLICE = 64  # things that fall due looked at in one event
+_RETRY_S = 0.02  # a write takes about so long to be committed
 _TOUCH_LIMIT = 64  # deferred uses beyond which an event applies some itself
 
 
@@ -107,11 +111,14 @@ class Core:
             lower.policy.begin_load = partial(self._take_over, lower)
         self._make_policy = policy
         self._remembering = False
+        for name, _ in config.tenants:
+            self._weigh(name)
         self._begun: int | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.OpenSession: self._open_session,
             ev.CloseSession: self._close_session,
             ev.LockFreed: self._lock_freed,
+            ev.SetTenant: self._set_tenant,
             ev.RegisterSpec: self._register,
             ev.Reserve: self._reserve,
             ev.Commit: self._commit,
@@ -302,6 +309,11 @@ class Core:
         return list(self._store.spaces.namespaces)
 
     @property
+    def tenants(self) -> list[str]:
+        """Namespaces with rules or chunks, in the order in which they came."""
+        return self._store.shares.names[1:]
+
+    @property
     def registry_version(self) -> int:
         """Rises whenever `specs` or `namespaces` grow."""
         return self._store.spaces.version
@@ -355,6 +367,8 @@ class Core:
                 self._prefetches.due(due.number)
             elif due.kind == "room":
                 self._jobs.wake(Pause.DEMOTION)
+            elif due.kind == "pin":
+                self._store.keeping.drop(due.number)
             elif due.kind == "horizon":
                 self._leases.lower_horizon()
             else:
@@ -478,6 +492,16 @@ class Core:
         self._recovery.known()
         self._store.counters.own["sessions_opened", ""] += 1
 
+    def _set_tenant(self, event: ev.SetTenant) -> None:
+        self._store.shares.set(event.namespace, event.rules)
+        self._weigh(event.namespace)
+
+    def _weigh(self, name: str) -> None:
+        """A tenant has the bandwidth of the tiers below by its weight in the first of them."""
+        tenant = self._store.shares.find(name)
+        if tenant is not None and len(self._store.shares.tiers) > 1:
+            self.set_weight(name, self._store.shares.tiers[1].told[tenant].weight)
+
     def _close_session(self, event: ev.CloseSession) -> None:
         session = self._store.sessions.close(event.session)
         if session is None:
@@ -501,7 +525,10 @@ class Core:
         key = ("requests_refused", error.code.name.lower())
         if key in self._store.counters.own:
             self._store.counters.own[key] += 1
-        self._store.out.append(ac.Fail(event.session, event.request, error.code, str(error)))
+        retry_ns = int(error.retry_after_s * 1e9) if isinstance(error, Busy) else 0
+        self._store.out.append(
+            ac.Fail(event.session, event.request, error.code, str(error), retry_ns)
+        )
 
     def _give_up(self, event: Any, error: Exception) -> None:
         """Answer a request that met a fault, unless it was answered before."""
@@ -548,6 +575,13 @@ class Core:
             event.flags,
             event.ttl,
         )
+        if self._store.shares.room_in_flight(space.tenant) == 0:
+            most = self._store.shares.rules(space.namespace).inflight
+            raise Busy(
+                f"bytes in flight: unfinished writes of the tenant hold all {most} bytes that they "
+                "may; commit some, and ask again",
+                _RETRY_S,
+            )
         self._start(event, self._reserves.reserve(session, ask))
 
     def _write(self, event: ev.Commit | ev.Abort) -> tuple[Write, list[int]]:
@@ -600,7 +634,14 @@ class Core:
         if event.lease_ns < 0:
             raise BadKey("lease_ns is below 0")
         looked = self._leases.lookup(
-            session, space, shards, event.hashes, event.fingerprints, flags, event.lease_ns
+            session,
+            space,
+            shards,
+            event.hashes,
+            event.fingerprints,
+            flags,
+            event.lease_ns,
+            self._public(space, flags),
         )
         lease = looked.lease
         load = None
@@ -615,6 +656,13 @@ class Core:
             return
         rest = self._rest(ask, event, looked.leading)
         self._start(event, self._and_reserve(session, rest, result))
+
+    def _public(self, space: Space, flags: int) -> Space | None:
+        """Where a lookup goes on for keys that the own namespace does not have."""
+        asked = flags & _PUBLIC or self._store.shares.rules(space.namespace).public
+        if not asked or space.namespace == PUBLIC:
+            return None
+        return self._store.spaces.find(PUBLIC, space.digest, space.kind)
 
     def _rest(self, ask: Request, event: ev.Lookup, leading: int) -> Request:
         """The request for the keys behind the leading run."""
@@ -723,9 +771,8 @@ class Core:
         session = self._checks.session(event.session)
         space = self._checks.space(session, event.spec, event.kind)
         self._checks.keys(event.hashes)
-        if event.within_ns < 0:
-            raise BadKey("within_ns is below 0")
-        self._reply(event, self._hints.take(session, space, event))
+        check(event)
+        self._start(event, self._hints.take(session, space, event))
 
     # -- specs ----------------------------------------------------------------------------------
 

@@ -3,8 +3,9 @@
 The law of this module: DRAM is kept between two close marks by demoting the policy's victims, a
 small batch at a time. A chunk is sealed before it is written, written only where it is not yet,
 and dropped only when all of it lies below and nobody holds it. What can't be demoted (the tier is
-full, away, or refuses) is dropped all the same, and counted with the reason: the ladder never
-wedges. Tenants share a tier's writes by weight, like its reads.
+full, away, or refuses, or its tenant has its maximum there) is dropped all the same, and counted
+with the reason: the ladder never wedges. A tenant near its maximum in DRAM is thinned out likewise.
+Tenants share a tier's writes by weight, like its reads.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvd.core.evictions import Evictions, Found, Search
 from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.lower import READY, Lower, TierJob
 from kvd.core.rooms import Rooms
+from kvd.core.shares import NOBODY
 from kvd.core.store import Store
 from kvd.fair import FairQueue
 
@@ -38,10 +40,25 @@ _THROUGH = 16  # chunks looked at in one event
 class Move:
     """One chunk on its way down. `why`: demote, through or drain."""
 
-    __slots__ = ("attempts", "failed", "key", "left", "lower", "row", "sizes", "why")
+    __slots__ = (
+        "attempts",
+        "by",
+        "failed",
+        "key",
+        "left",
+        "lower",
+        "nbytes",
+        "row",
+        "sizes",
+        "tenant",
+        "why",
+    )
 
-    def __init__(self, row: int, key: bytes, lower: Lower, why: str) -> None:
+    def __init__(self, row: int, key: bytes, lower: Lower, why: str, tenant: int, by: int) -> None:
         self.row = row
+        self.tenant = tenant
+        self.by = by  # for whose room
+        self.nbytes = 0  # that it will take below
         self.key = key
         self.lower = lower
         self.why = why
@@ -69,6 +86,7 @@ class Demotions:
         self._urge = urge
         rooms.retry = self._retry
         evictions.coming = self._is_coming
+        evictions.thinning = self._is_thinning
         evictions.moving = lambda size: self._held.get(size, 0) > 0
         evictions.settled = self._settled
         evictions.lost = self._lost
@@ -79,6 +97,8 @@ class Demotions:
         self._held: dict[int, int] = {}  # size -> slots that can't be freed before a move is done
         self._running: set[int] = set()  # sizes whose victims are being chosen
         self._not_before: dict[int, int] = {}  # size -> when to try again
+        self._thinning: dict[int, int] = {}  # tenant -> gathers under way for its maximum
+        self._thin_after: dict[int, int] = {}  # tenant -> when to try again
         self._through: deque[tuple[int, bytes, Lower]] = deque()
         self._after: dict[int, list[tuple[int, bytes, Lower]]] = {}  # row -> further tiers
 
@@ -137,7 +157,7 @@ class Demotions:
         need = min(need, batch - coming)
         if need > 0:
             self._running.add(size)
-            self._jobs.start(self._gather(size, need))
+            self._jobs.start(self._gather(size, need, store.slabs.last.get(size, NOBODY)))
 
     def _is_coming(self, size: int) -> bool:
         """Whether a slot of a class will be free soon; begins to demote if none is."""
@@ -146,7 +166,44 @@ class Demotions:
             self._send()
         return self._coming.get(size, 0) > 0
 
-    def _gather(self, size: int, need: int) -> Work[None]:
+    def _is_thinning(self, size: int, tenant: int) -> bool:
+        """Whether a tenant at its maximum will have less soon; begins to demote its own if not."""
+        store, use = self._store, self._store.shares.dram
+        if use.leaving[tenant]:
+            return True
+        if store.now < self._thin_after.get(tenant, 0) or not self._takers():
+            return False
+        if not self._thinning.get(tenant):
+            need = max(size, int(use.maximum[tenant] * (1 - store.config.low)))
+            self._thinning[tenant] = 1
+            self._jobs.start(self._thin(need, tenant))
+            self._send()
+        return use.leaving[tenant] > 0
+
+    def _thin(self, need: int, tenant: int) -> Work[None]:
+        """Demote so many bytes of a tenant's own chunks."""
+        store = self._store
+        search, begun = Search(), False
+        while need > 0:
+            found, row, reason = self._evictions.choose(None, search, tenant, own=True)
+            if found is Found.NOTHING:
+                break
+            if found is Found.DONE:
+                need -= sum(self._slots(row))
+                if reason != "capacity":
+                    self._evictions.remove(row, reason, tenant)
+                elif not self._demote(row, tenant):
+                    break
+                begun = True
+                spent(store, 2)
+            if spent(store):
+                yield Pause.SLICE
+        del self._thinning[tenant]
+        if not begun:
+            self._thin_after[tenant] = store.now + _BACKOFF_NS
+        self._jobs.wake(Pause.DEMOTION)
+
+    def _gather(self, size: int, need: int, by: int) -> Work[None]:
         """Choose victims until enough slots are free or will be."""
         store = self._store
         search = Search()
@@ -158,8 +215,8 @@ class Demotions:
             if found is Found.DONE:
                 mine = self._slots(row).count(size)
                 if reason != "capacity":
-                    self._evictions.remove(row, reason)
-                elif not self._demote(row):
+                    self._evictions.remove(row, reason, by)
+                elif not self._demote(row, by):
                     break
                 need -= mine
                 begun = True
@@ -172,20 +229,21 @@ class Demotions:
             store.timers.add(store.now + _BACKOFF_NS, "room", store.handle())
         self._jobs.wake(Pause.DEMOTION)
 
-    def _demote(self, row: int) -> bool:
+    def _demote(self, row: int, by: int) -> bool:
         """Send a victim down, or drop it if it is there. False if no tier takes anything now."""
         store, ladder = self._store, self._store.ladder
         lower = self._target(row)
         if lower is None:
             if not self._takers():
                 return False
-            self._evictions.remove(row, "capacity")
+            self._evictions.remove(row, "capacity", by)
             return True
         if ladder.holds(lower, row) and lower.readable:
             self._count(row, "present")
+            store.evicts(row, by, store.shares.dram)
             store.drop(row, "demoted", evicted=True)
-        elif not self._begin(row, lower, "demote"):
-            self._evictions.remove(row, "capacity")
+        elif not self._begin(row, lower, "demote", by):
+            self._evictions.remove(row, "capacity", by)
         return True
 
     def _target(self, row: int) -> Lower | None:
@@ -227,7 +285,7 @@ class Demotions:
         held = (col.READY, col.BAD)
         return [n for s, n in enumerate(space.slot_sizes) if store.cells.state[first + s] in held]
 
-    def _begin(self, row: int, lower: Lower, why: str) -> bool:
+    def _begin(self, row: int, lower: Lower, why: str, by: int = NOBODY) -> bool:
         """Write what the tier does not have of a chunk. False if that can't be done now."""
         store, chunks, cells = self._store, self._store.chunks, self._store.cells
         if row in self.by_row or row in store.ladder.active or not chunks.ready[row]:
@@ -242,11 +300,23 @@ class Demotions:
         missing = [c for c in every if cells.state[c] == col.READY and lower.state[c] != READY]
         if not missing:
             return False
-        move = self.by_row[row] = Move(row, chunks.key_of(row), lower, why)
+        nbytes = sum(space.slot_sizes[cell - first] for cell in missing)
+        store.pin(row)  # what makes room below may take the row's other copies
+        fits = self._rooms.fit(lower, space.tenant, space.slot_sizes[missing[0] - first], nbytes)
+        store.unpin(row)
+        if not fits:
+            self._count(row, "over_quota")
+            return False
+        move = self.by_row[row] = Move(row, chunks.key_of(row), lower, why, space.tenant, by)
         store.ladder.hold(row)
         move.left = len(missing)
+        move.nbytes = nbytes
+        lower.use.coming[space.tenant] += nbytes
         move.sizes = self._slots(row)
-        held = self._coming if why == "demote" else self._held
+        held = self._held
+        if why == "demote":
+            held = self._coming
+            store.shares.dram.leaving[space.tenant] += sum(move.sizes)
         for size in move.sizes:
             held[size] = held.get(size, 0) + 1
         for cell in missing:
@@ -341,10 +411,10 @@ class Demotions:
             store.ladder.put(lower, cell, at, generation)
             self._left(move)
             if 0 <= room < self._rooms.ahead(lower):
-                self._rooms.make(lower, size, ())
+                self._rooms.make(lower, size, (), move.tenant)
         elif answer is TierAnswer.NO_SPACE and move.attempts < _ATTEMPTS and lower.writable:
             move.attempts += 1
-            self._rooms.wait(lower, size, move, cell, empty)
+            self._rooms.wait(lower, size, move, cell, empty, move.tenant)
         else:
             if answer is TierAnswer.CORRUPT:  # what is here is not what was sealed
                 store.quarantine(cell)
@@ -374,7 +444,11 @@ class Demotions:
         store, row = self._store, move.row
         del self.by_row[row]
         self._through.extend(self._after.pop(row, ()))
-        held = self._coming if move.why == "demote" else self._held
+        move.lower.use.coming[move.tenant] -= move.nbytes
+        held = self._held
+        if move.why == "demote":
+            held = self._coming
+            store.shares.dram.leaving[move.tenant] -= sum(move.sizes)
         for size in move.sizes:
             held[size] -= 1
         self._count(row, "written" if move.failed is None else move.failed.value)
@@ -390,7 +464,11 @@ class Demotions:
         """Drop the chunk here, if nobody has come to hold it meanwhile."""
         store, chunks, row = self._store, self._store.chunks, move.row
         same = chunks.space[row] and chunks.key_of(row) == move.key
-        if same and chunks.ready[row] and self._evictions.legal(row):
+        if not (same and chunks.ready[row] and self._evictions.legal(row)):
+            return
+        dram = store.shares.dram
+        if move.by == move.tenant or not store.shares.isolate or dram.above(move.tenant):
+            store.evicts(row, move.by, dram)
             written = move.failed is None and store.ladder.holds(move.lower, row)
             store.drop(row, "demoted" if written else "undemoted", evicted=True)
 

@@ -71,6 +71,9 @@ class Descents:
         if not wanting or not source.readable:
             self.count(row, "unwanted" if targets and source.readable else "off")
             return False
+        if self._over(wanting[0], row):
+            self.count(row, "over_quota")
+            return False
         if self.running[source.number] >= _AT_A_TIME:
             self.count(row, "busy")
             return False
@@ -85,6 +88,13 @@ class Descents:
         ladder.hold(row)
         self._next(descent)
         return True
+
+    def _over(self, target: Lower, row: int) -> bool:
+        """Whether its tenant may have no more there."""
+        store = self._store
+        space = store.spaces.of(store.chunks.space[row])
+        full = target.use.full(space.tenant, space.chunk_slot_bytes)
+        return store.shares.isolate and full
 
     def count(self, row: int, how: str) -> None:
         store = self._store

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from kvd.chunk import ChunkHeader, KVSpec
+from kvd.core.shares import TenantRules
 
 HASH_BYTES = 32
 FINGERPRINT_BYTES = 16
@@ -34,6 +35,7 @@ class LookupFlag(IntFlag):
     LOAD = 2  # with LEASE: also start a transfer of what was leased, as Load would
     RESERVE_MISSES = 4  # also reserve what follows the leading run (needs fingerprints)
     EVERY = 8  # look at every key; without it the keys after the first miss are SKIPPED
+    PUBLIC = 16  # keys that are missing may be those of the namespace `public`
 
 
 # -- sessions -----------------------------------------------------------------------------------
@@ -62,6 +64,13 @@ class LockFreed(NamedTuple):
     Also sent for sessions of an earlier life of the daemon (see Adoption)."""
 
     public_id: bytes
+
+
+class SetTenant(NamedTuple):
+    """What a tenant may have, from now on; None: what one has without rules."""
+
+    namespace: str
+    rules: TenantRules | None
 
 
 # -- requests -----------------------------------------------------------------------------------

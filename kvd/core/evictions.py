@@ -2,13 +2,14 @@
 
 The law of this module: only a leaf goes, and only one that is neither leased, nor being written,
 nor relied on by a request in progress, nor possibly read since before a restart. What can be in no
-leading run goes first: chunks in quarantine, and what hangs under a hole. The policy only says in
-which order the others go. NO_SPACE means that every candidate was looked at.
+leading run goes first: chunks in quarantine, and what hangs under a hole. Whose chunk goes is
+decided before which (kvd.core.shares); the policy only says in which order that tenant's others go.
+NO_SPACE means that every candidate was looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from enum import Enum, auto
 from math import ceil
 
@@ -17,6 +18,7 @@ from kvd.core.actions import AssignSlab
 from kvd.core.columns import NONE
 from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.reclass import Reclass
+from kvd.core.shares import NOBODY
 from kvd.core.store import TOUCH_SLICE, Store
 
 _SKIPS = 64  # candidates that are passed over at a time, and then put behind the others
@@ -25,6 +27,7 @@ _FEW = 64
 _SWEEP = 256
 _SCAN = 1024  # rows looked at where a policy does not know all
 _WAITS = 8  # times that one slot waits for slabs to be emptied
+NO_ROOM, OVER_MAXIMUM = -1, -2  # what `slot` answers instead of a record
 
 
 class Found(Enum):
@@ -55,35 +58,47 @@ class Evictions:
         self._under: dict[int, tuple[int, bytes, int, bytes]] = {}
         # with tiers below: whether demotions will free slots of a class, and when to stop waiting
         self.coming: Callable[[int], bool] = lambda size: False
+        # the same for a tenant that is at its maximum: whether it is being thinned out
+        self.thinning: Callable[[int, int], bool] = lambda size, tenant: False
         self.moving: Callable[[int], bool] = lambda size: False  # some are in a tier's hands
         self.settled: Callable[[int], bool] = self._clean  # it is where it would be demoted to
         self.lost: Callable[[int], None] = lambda row: None  # a chunk goes and is nowhere below
 
-    def slot(self, size: int) -> Work[int]:
-        """A slot of a class, taken, as a record number; -1 if nothing can make room now."""
+    def slot(self, size: int, tenant: int = NOBODY) -> Work[int]:
+        """A slot of a class, taken for a tenant, as a record number; NO_ROOM if nothing can make
+        room now, OVER_MAXIMUM if it is the tenant's maximum that can't be kept otherwise."""
         store, slabs = self._store, self._store.slabs
         search, waits, until = Search(), 0, 0
         while True:
-            record = slabs.take(size)
+            if store.shares.isolate and store.shares.dram.full(tenant, size):
+                kept = yield from self._keep_maximum(size, tenant)
+                if not kept:
+                    return OVER_MAXIMUM
+            record = slabs.take(size, tenant)
             if record >= 0:
                 return record
             if self._take_slab(size):
                 continue
             store.apply_touches(TOUCH_SLICE)
             store.sweep(_SWEEP)  # who has only husks below is a leaf
-            if self.reclass.due(size) and self.reclass.start(size, must=False):
+            owed = self._owed(size, tenant)
+            if self.reclass.due(size) and self.reclass.start(size, tenant, must=owed):
                 search = Search()
-                record = slabs.take(size)
+                record = slabs.take(size, tenant)
                 if record >= 0:
                     return record
-            if store.layered and self._drop_clean(size):
+            if owed and self.reclass.active(size) and waits < _WAITS:
+                waits += 1
+                yield Pause.ROOM
+                continue
+            if store.layered and self._drop_clean(size, tenant):
                 continue
             if self.coming(size) and (not until or store.now < until):
                 until = until or self._wait()
                 yield Pause.DEMOTION
                 search = Search()
                 continue
-            found = self.evict_one(size, search)
+            found = self.evict_one(size, search, tenant)
             if found is Found.DONE:
                 self.reclass.evicted(size)
                 spent(store)
@@ -94,9 +109,9 @@ class Evictions:
                 waits += 1
                 yield Pause.ROOM
                 search = Search()
-            elif waits >= _WAITS or not self.reclass.start(size, must=True):
+            elif waits >= _WAITS or not self.reclass.start(size, tenant, must=True):
                 if not self.moving(size) or (until and store.now >= until):
-                    return -1
+                    return NO_ROOM
                 until = until or self._wait()
                 yield Pause.DEMOTION
                 search = Search()
@@ -108,20 +123,60 @@ class Evictions:
         store.timers.add(until, "room", store.handle())
         return until
 
-    def spare(self, size: int) -> int:
-        """A slot of a class that nobody will miss, taken: a free one, as long as half of what is
-        kept free for stores is left, for what demotion makes up for; or that of something cold that
-        lies below already. -1 if there is none."""
+    def _keep_maximum(self, size: int, tenant: int) -> Work[bool]:
+        """Evict the tenant's own until a slot more keeps to its maximum; False if that can't be."""
+        store = self._store
+        until = 0
+        search = Search()
+        use = store.shares.dram
+        while use.full(tenant, size):
+            if size > use.maximum[tenant]:
+                return False
+            store.apply_touches(TOUCH_SLICE)
+            if store.layered and (not until or store.now < until) and self.thinning(size, tenant):
+                until = until or self._wait()
+                yield Pause.DEMOTION
+                search = Search()
+                continue
+            found = self.evict_one(None, search, tenant, own=True)
+            if found is Found.NOTHING:
+                return False
+            if spent(store, 1 if found is Found.DONE else 10):
+                yield Pause.SLICE
+        return True
+
+    def _owed(self, size: int, tenant: int) -> bool:
+        """Whether somebody should give room to the tenant who has nothing of this class to give."""
+        store = self._store
+        if not store.shares.isolate or tenant == NOBODY or len(store.shares.names) < 3:
+            return False
+        use = store.shares.dram
+        here = {store.spaces.queue_tenants[q] for q in self._queues(size) if store.residents[q]}
+        others = {
+            owner
+            for queue, owner in enumerate(store.spaces.queue_tenants)
+            if owner not in here and store.residents[queue]
+        }
+        if not others:
+            return False
+        return use.victim({*here, *others, tenant}, tenant, size) in others - {tenant}
+
+    def spare(self, size: int, tenant: int) -> int:
+        """A slot of a class that nobody will miss, taken for a tenant: a free one, as long as half
+        of what is kept free for stores is left, for what demotion makes up for; or that of
+        something cold that lies below already. NO_ROOM if there is none."""
         store, slabs = self._store, self._store.slabs
+        if store.shares.isolate and store.shares.dram.full(tenant, size):
+            return NO_ROOM
         slots = slabs.slots.get(size, 0)
         keep = ceil(slots * (1 - store.config.high))
         if any(lower.writable for lower in store.ladder.lowers):
             keep //= 2
         if slots - slabs.used.get(size, 0) > keep:
-            return slabs.take(size)
-        if self._take_slab(size) or self._drop_clean(size, but=store.transients):
-            return slabs.take(size)
-        return -1
+            return slabs.take(size, tenant)
+        if self._take_slab(size) or self._drop_clean(size, tenant, but=store.transients):
+            return slabs.take(size, tenant)
+        return NO_ROOM
 
     def _take_slab(self, size: int) -> bool:
         """Give the class a slab with nothing in it, if there is one that can be."""
@@ -155,16 +210,21 @@ class Evictions:
             return False
         return not (store.hold and store.cells.marks[chunks.cell[row]] & col.ADOPTED)
 
-    def evict_one(self, size: int, search: Search) -> Found:
-        """Remove the chunk with slots of this class that is worth least."""
-        found, row, reason = self.choose(size, search)
+    def evict_one(
+        self, size: int | None, search: Search, by: int = NOBODY, *, own: bool = False
+    ) -> Found:
+        """Remove the chunk with slots of this class (None: of any) that is worth least. `by`: who
+        needs room; `own`: of its own only."""
+        found, row, reason = self.choose(size, search, by, own=own)
         if found is Found.DONE:
-            self.remove(row, reason)
+            self.remove(row, reason, by)
         return found
 
-    def remove(self, row: int, reason: str) -> None:
+    def remove(self, row: int, reason: str, by: int = NOBODY) -> None:
         """Drop a chunk that was chosen. If a tier below has all of it, it was demoted."""
         store = self._store
+        if reason != "quarantine":
+            store.evicts(row, by, store.shares.dram)
         if reason == "capacity" and store.layered:
             if self._clean(row):
                 reason = "demoted"
@@ -177,40 +237,57 @@ class Evictions:
         ladder = self._store.ladder
         return any(low.readable and ladder.holds(low, row) for low in ladder.lowers)
 
-    def _drop_clean(self, size: int, but: Container[int] = ()) -> bool:
+    def _drop_clean(self, size: int, by: int, but: Container[int] = ()) -> bool:
         """Drop something cold that a tier below has already, and that is not in `but`."""
         store = self._store
         if not store.ladder.readable:
             return False
-        for queue in self._queues(size):
-            if not store.residents[queue]:
-                continue
+        queues = [queue for queue in self._queues(size) if store.residents[queue]]
+        for queue in self._givers(queues, by, size):
             for n, row in enumerate(store.policy.victims(queue, store.now)):
                 if n >= _SKIPS:
                     break
                 if not store.chunks.below[row] or row in but:
                     continue
                 if self.legal(row) and self.settled(row):
+                    store.evicts(row, by, store.shares.dram)
                     store.drop(row, "demoted", evicted=True)
                     return True
         return False
 
-    def _queues(self, size: int) -> list[int]:
+    def _queues(self, size: int | None) -> list[int]:
         store = self._store
-        return [
-            q
-            for q in store.spaces.class_queues.get(size, ())
-            if not (store.hold and store.spaces.queue_adopted[q])
-        ]
+        every = range(len(store.residents)) if size is None else store.spaces.class_queues.get(size)
+        return [q for q in every or () if not (store.hold and store.spaces.queue_adopted[q])]
 
-    def choose(self, size: int, search: Search) -> tuple[Found, int, str]:
+    def allowed(self, queue: int, by: int) -> bool:
+        """Whether this queue's tenant may lose a chunk for want of room of another."""
+        shares = self._store.shares
+        owner = self._store.spaces.queue_tenants[queue]
+        return owner == by or not shares.isolate or shares.dram.above(owner)
+
+    def _givers(self, queues: list[int], by: int, size: int) -> list[int]:
+        """Those of the queues that belong to the tenant whose turn it is to give."""
+        shares, owners = self._store.shares, self._store.spaces.queue_tenants
+        if not shares.isolate or not queues:
+            return queues
+        giver = shares.dram.victim({owners[queue] for queue in queues}, by, size)
+        return [queue for queue in queues if owners[queue] == giver]
+
+    def choose(
+        self, size: int | None, search: Search, by: int = NOBODY, *, own: bool = False
+    ) -> tuple[Found, int, str]:
         """The chunk with slots of this class that is worth least, and the reason to drop it."""
         store = self._store
         if search.turn != store.policy.turn:  # it names others than it did
             search.turn = store.policy.turn
             search.failing = False
             search.passed.clear()
-        queues = self._queues(size)
+        everyone = self._queues(size)
+        if own:
+            owners = store.spaces.queue_tenants
+            everyone = [queue for queue in everyone if owners[queue] == by]
+        queues = [queue for queue in everyone if self.allowed(queue, by)]
         for queue in queues:
             for row in store.bad[queue]:
                 if not store.chunks.leases[row] and row not in store.pinned:
@@ -219,7 +296,8 @@ class Evictions:
             row = self._orphan(queue)
             if row != NONE:
                 return Found.DONE, row, "orphan"
-        queue = self._coldest(queues, search)
+        left = [queue for queue in everyone if self._left(queue, search)]
+        queue = self._coldest(left if own else self._givers(left, by, size or 0), search)
         if queue < 0 and search.spared:
             search.sparing = search.spared = False
             search.passed.clear()
@@ -235,14 +313,17 @@ class Evictions:
             return Found.AGAIN, NONE, ""
         return Found.DONE, row, "capacity"
 
-    def _coldest(self, queues: list[int], search: Search) -> int:
+    def _left(self, queue: int, search: Search) -> bool:
+        """Whether a queue has candidates that were not passed over."""
+        store = self._store
+        count = store.chunks.used if search.failing else store.residents[queue]
+        return bool(store.residents[queue]) and search.passed.get(queue, 0) < count
+
+    def _coldest(self, queues: Iterable[int], search: Search) -> int:
         """The queue to take from among those that have candidates left, or -1."""
         store = self._store
         best, least = -1, 0.0
         for queue in queues:
-            count = store.chunks.used if search.failing else store.residents[queue]
-            if not store.residents[queue] or search.passed.get(queue, 0) >= count:
-                continue
             cold = None if search.failing else store.policy.coldness(queue, store.now)
             if best < 0 or (cold is not None and cold < least):
                 best, least = queue, 0.0 if cold is None else cold
@@ -298,6 +379,9 @@ class Evictions:
                     return self._found(queue, hole, leaf)
         few = len(holes) < 64 and not store.layered
         for hole in list(holes)[:4] if few else [next(iter(holes))]:
+            if store.bridged(hole):  # no worse than others, as long as it stays so
+                del holes[hole]
+                continue
             leaf = self._leaf(hole)
             if leaf != NONE:
                 return self._found(queue, hole, leaf)

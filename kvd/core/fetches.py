@@ -199,7 +199,7 @@ class Fetches:
                 break
             record = -1
             if store.transient_bytes + size <= store.config.transient_cap:
-                record = self._evictions.spare(size)
+                record = self._evictions.spare(size, store.tenant(fetch.row))
             if record < 0:  # there may be some later, before its time is over
                 self._no_room_ns = min(2 * self._no_room_ns, _PATIENCE_NS[1])
                 self._no_room_until = store.now + self._no_room_ns
@@ -233,7 +233,8 @@ class Fetches:
         if not stays and store.transient_bytes + size <= store.config.transient_cap:
             fetch.transient = size
             store.transient_bytes += size
-        record = yield from self._evictions.slot(size)
+        tenant = store.spaces.of(chunks.space[row]).tenant
+        record = yield from self._evictions.slot(size, tenant)
         self._starting[fetch.lower.number] -= 1
         if record < 0:
             fetch.batch.landed = True  # no others wait for this one

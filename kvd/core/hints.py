@@ -9,15 +9,16 @@ over all tenants. A command of an operator goes over all of them.
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvd.core.actions import HintResult
 from kvd.core.columns import NONE
-from kvd.core.config import CoreConfig
-from kvd.core.events import Hint, HintKind
+from kvd.core.events import HASH_BYTES, Hint, HintKind
+from kvd.core.jobs import Pause, Work, spent
+from kvd.core.keeping import Kept
 from kvd.core.sessions import Session
 from kvd.core.spaces import Space
 from kvd.errors import BadKey
@@ -25,79 +26,13 @@ from kvd.errors import BadKey
 if TYPE_CHECKING:
     from kvd.core.store import Store
 
+Rows = NDArray[np.int64]
+
 _GRACE = 4  # a chunk that is expected is spared a quarter longer
 _GRACE_LEAST_NS = 5_000_000_000
+_PART = 128  # keys in one go
+_SHARED = -2  # in place of a row: nothing further up is the session's own
 LOW, NORMAL, HIGH = 0, 1, 2
-
-
-class Kept(NamedTuple):
-    """A chunk that is pinned (`hard`) or spared, until then."""
-
-    until: int
-    hard: bool
-    namespace: str
-    nbytes: int  # slots
-
-
-class Keeping:
-    """Chunks that are pinned or spared, by row. A row that goes is taken out."""
-
-    def __init__(self, config: CoreConfig) -> None:
-        self.by_row: dict[int, Kept] = {}
-        self._cap = int(config.size * config.pin_share)
-        self._most = int(config.size * config.pin_total_share)
-        self._bytes: dict[str, int] = {}
-        self.nbytes = 0
-        self._ends: list[tuple[int, int]] = []  # heap of (until, row), some maybe over
-
-    def of(self, namespace: str) -> int:
-        """Slot bytes that a tenant has pinned or spared."""
-        return self._bytes.get(namespace, 0)
-
-    def pinned(self, row: int, now: int) -> bool:
-        kept = self.by_row.get(row)
-        return kept is not None and kept.hard and now < kept.until
-
-    def spared(self, row: int, now: int) -> bool:
-        kept = self.by_row.get(row)
-        return kept is not None and not kept.hard and now < kept.until
-
-    def add(self, row: int, kept: Kept) -> bool:
-        """Pin or spare, in place of what was said before; False if that is over a cap."""
-        before = self.by_row.get(row)
-        more = kept.nbytes - (before.nbytes if before else 0)
-        if more > 0 and (
-            self.of(kept.namespace) + more > self._cap or self.nbytes + more > self._most
-        ):
-            return False
-        self.drop(row)
-        self.by_row[row] = kept
-        self._bytes[kept.namespace] = self.of(kept.namespace) + kept.nbytes
-        self.nbytes += kept.nbytes
-        heappush(self._ends, (kept.until, row))
-        return True
-
-    def drop(self, row: int) -> bool:
-        """Neither pinned nor spared any more; whether it was."""
-        kept = self.by_row.pop(row, None)
-        if kept is None:
-            return False
-        self._bytes[kept.namespace] -= kept.nbytes
-        if not self._bytes[kept.namespace]:
-            del self._bytes[kept.namespace]
-        self.nbytes -= kept.nbytes
-        return True
-
-    def expire(self, now: int) -> None:
-        """Take out what is over, and what the heap has too much of."""
-        ends = self._ends
-        while ends and ends[0][0] <= now:
-            until, row = heappop(ends)
-            kept = self.by_row.get(row)
-            if kept is not None and kept.until == until:
-                self.drop(row)
-        if len(ends) > 2 * len(self.by_row) + 1024:
-            ends[:] = sorted((kept.until, row) for row, kept in self.by_row.items())
 
 
 class Hints:
@@ -106,53 +41,64 @@ class Hints:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def take(self, session: Session, space: Space, event: Hint) -> HintResult:
-        """One hint about some keys of one chain, in its order. BadKey for one that is unknown."""
+    def take(self, session: Session, space: Space, event: Hint) -> Work[HintResult]:
+        """One hint about keys of one chain, in its order, a part of them at a time."""
         store = self._store
-        try:
-            kind = HintKind(event.hint)
-        except ValueError:
-            raise BadKey(f"hint {event.hint} is unknown: 1 to {max(HintKind)}") from None
-        if kind is HintKind.PRIORITY and event.level not in (LOW, NORMAL, HIGH):
-            raise BadKey(f"level {event.level} is unknown: 0 low, 1 normal, 2 high")
-        store.keeping.expire(store.now)
-        asked = space.get_many(event.hashes).tolist()
-        rows = [row for row in asked if row != NONE and not store.is_empty(row)]
+        kind = HintKind(event.hint)
         within = min(event.within_ns, store.config.pin_max_ns)
-        taken = over = 0
-        if kind is HintKind.SESSION_END:
-            taken = self._cool(self._private(rows))
-        elif kind is HintKind.PRIORITY and event.level == LOW:
-            taken = self._cool(rows[::-1])
-        elif kind is HintKind.PRIORITY and event.level == NORMAL:
-            taken = self._release(rows)
-        elif kind is HintKind.PIN and not within:
-            taken = self._release(rows)
-        else:
-            if kind is HintKind.EXPECT_REUSE:
-                within += max(within // _GRACE, _GRACE_LEAST_NS)
-            elif kind is HintKind.PRIORITY:
-                within = within or store.config.pin_max_ns
-            within = min(within, store.config.pin_max_ns)
-            hard = kind is HintKind.PIN
-            kept = Kept(store.now + within, hard, space.namespace, space.chunk_slot_bytes)
-            for row in rows:
-                if store.keeping.add(row, kept):
-                    taken += 1
-                else:
-                    over += 1
+        if kind is HintKind.EXPECT_REUSE:
+            within += max(within // _GRACE, _GRACE_LEAST_NS)
+        elif kind is HintKind.PRIORITY and event.level == HIGH:
+            within = within or store.config.pin_max_ns
+        within = min(within, store.config.pin_max_ns)
+        cools = kind is HintKind.SESSION_END or (kind is HintKind.PRIORITY and event.level == LOW)
+        ends = (kind is HintKind.PIN and not within) or (
+            kind is HintKind.PRIORITY and event.level == NORMAL
+        )
+        kept = Kept(
+            store.now + within, kind is HintKind.PIN, space.namespace, space.chunk_slot_bytes
+        )
         counts = store.counters.tenant(space.namespace)
-        counts["chunks_hinted", kind.name.lower()] += taken
+        asked = len(event.hashes) // HASH_BYTES
+        taken = absent = over = 0
+        below: int | None = NONE if kind is HintKind.SESSION_END else None
+        cold: list[tuple[Rows, NDArray[np.uint64]]] = []
+        begins = range(0, asked, _PART)
+        for begin in reversed(begins) if cools else begins:
+            part = event.hashes[HASH_BYTES * begin : HASH_BYTES * min(begin + _PART, asked)]
+            found = space.get_many(part).tolist()
+            rows = [row for row in found if row != NONE and not store.is_empty(row)]
+            absent += len(found) - len(rows)
+            done = 0
+            if cools:
+                rows.reverse()
+                if below is not None and rows:
+                    private = self._private(rows, below)
+                    below = private[-1] if len(private) == len(rows) else _SHARED
+                    rows = private
+                done = len(rows)
+                cold.append(self._cool(rows))
+            elif ends:
+                done = sum(map(store.keeping.drop, rows))
+            else:
+                done = sum(store.keeping.add(row, kept) for row in rows)
+                over += len(rows) - done
+            taken += done
+            counts["chunks_hinted", kind.name.lower()] += done
+            if spent(store, 2 + len(found) // 8):
+                yield Pause.SLICE
+        if taken and cools:
+            rows_, words = map(np.concatenate, zip(*cold, strict=True))
+            store.over(rows_, words)
         counts["hints_over_cap", ""] += over
-        return HintResult(taken, len(asked) - len(rows), over, within)
+        return HintResult(taken, absent, over, 0 if cools or ends else within)
 
-    def _private(self, rows: list[int]) -> list[int]:
+    def _private(self, rows: list[int], below: int) -> list[int]:
         """What no other session shares, from the leaf on: up to the first chunk that has anything
-        else below it."""
+        else below it than `below`, the one before it (NONE: it is the leaf)."""
         chunks = self._store.chunks
         found: list[int] = []
-        below = NONE
-        for row in reversed(rows):
+        for row in rows:
             first = chunks.child[row]
             if first != below or (first != NONE and chunks.next[first] != NONE):
                 break
@@ -160,15 +106,20 @@ class Hints:
             below = row
         return found
 
-    def _cool(self, rows: list[int]) -> int:
-        """In every tier, these go first, as soon as the uses before are applied. From leaf to
-        root."""
+    def _cool(self, rows: list[int]) -> tuple[Rows, NDArray[np.uint64]]:
+        """No longer kept. The rows, and what tells them from others that may have them later."""
         store = self._store
         for row in rows:
             store.keeping.drop(row)
-        if rows:
-            store.touch(np.array(rows, np.int64), over=True)
-        return len(rows)
+        some = np.array(rows, np.int64)
+        return some, store.chunks.np_key[some, 0]
 
-    def _release(self, rows: list[int]) -> int:
-        return sum(map(self._store.keeping.drop, rows))
+
+def check(event: Hint) -> None:
+    """BadKey for a hint that is unknown."""
+    if event.hint not in [int(kind) for kind in HintKind]:
+        raise BadKey(f"hint {event.hint} is unknown: 1 to {max(HintKind)}")
+    if event.hint == HintKind.PRIORITY and event.level not in (LOW, NORMAL, HIGH):
+        raise BadKey(f"level {event.level} is unknown: 0 low, 1 normal, 2 high")
+    if event.within_ns < 0:
+        raise BadKey("within_ns is below 0")

@@ -2,9 +2,10 @@
 
 The law of this module: a hit is a chunk that is there with all shards asked, under the same
 fingerprint, in DRAM or in a tier below that can be read now; a leading run ends at the first key
-that is no hit, and at a chunk whose parent is absent. What a lookup promised stays until its lease
-ends: by release, by its session's end, or by the clock. A lookup without a lease changes nothing
-but counters.
+that is no hit, and at a chunk whose parent is absent. A key that the own namespace does not have
+may be one of the namespace `public`, if that was asked for. What a lookup promised stays until its
+lease ends: by release, by its session's end, or by the clock. A lookup without a lease changes
+nothing but counters.
 """
 
 from __future__ import annotations
@@ -96,14 +97,17 @@ class Leases:
         fingerprints: bytes | None,
         flags: int,
         lease_ns: int,
+        public: Space | None = None,
     ) -> Looked:
-        """What is there of these keys."""
+        """What is there of these keys; `public`: where else to look."""
         store = self._store
         asked = len(hashes) // 32
         every = bool(flags & _EVERY)
-        if asked == 1:
+        if asked == 1 and public is None:
             return self._one(session, space, shards, hashes, fingerprints, flags, lease_ns)
         ids = space.get_many(hashes)
+        if public is not None:
+            ids = self._with_public(public, shards, ids, hashes, fingerprints)
         missing = np.flatnonzero(ids < 0)
         upto = asked
         if len(missing) and not every:
@@ -116,6 +120,8 @@ class Leases:
             there = store.chunks.np_ready[above] > 0
             if store.layered:
                 there |= store.chunks.np_below[above] > 0
+            if public is not None:
+                self._bridge(public, rows, good, there, hashes)
             run = good & there
         leading = upto if run.all() else int(run.argmin())
         counts = store.counters.tenant(space.namespace)
@@ -143,6 +149,11 @@ class Leases:
                 lease = self._give(session, space, shards, rows[hits], lease_ns)
         counts["chunks_hit", ""] += len(hits)
         space.hits += len(hits)
+        if public is not None and len(hits):
+            borrowed = int(np.count_nonzero(store.chunks.np_space[ids[hits]] == public.number))
+            counts["chunks_hit_public", ""] += borrowed
+            space.hits -= borrowed
+            public.hits += borrowed
         return Looked(outcomes, leading, lease, tiers)
 
     def unknown(self, space: Space, hashes: bytes) -> list[bytes]:
@@ -153,6 +164,43 @@ class Leases:
         known += chunks.np_writing[rows] + chunks.np_bad[rows]
         missing = np.flatnonzero((rows < 0) | (known == 0)).tolist()
         return [hashes[32 * n : 32 * n + 32] for n in missing]
+
+    # -- the namespace `public` -----------------------------------------------------------------
+
+    def _with_public(
+        self,
+        public: Space,
+        shards: tuple[int, ...],
+        ids: Rows,
+        hashes: bytes,
+        fingerprints: bytes | None,
+    ) -> Rows:
+        """The rows, with those of `public` where the own namespace has no hit and that one has."""
+        lacking = np.flatnonzero(~self._good(public, shards, ids, fingerprints))
+        if not len(lacking):
+            return ids
+        theirs = np.full(len(ids), NONE, np.int64)
+        words = np.frombuffer(hashes, np.uint64).reshape(-1, 4)
+        theirs[lacking] = public.get_many(np.ascontiguousarray(words[lacking]).tobytes())
+        theirs[~self._good(public, shards, theirs, fingerprints)] = NONE
+        return np.where(theirs != NONE, theirs, ids)
+
+    def _bridge(
+        self,
+        public: Space,
+        rows: Rows,
+        good: NDArray[np.bool_],
+        there: NDArray[np.bool_],
+        hashes: bytes,
+    ) -> None:
+        """A chunk may continue one of the other namespace: then its parent is there, too."""
+        store = self._store
+        for n in np.flatnonzero(good & ~there).tolist():
+            above = store.parent_hash(int(rows[n]))
+            if n:
+                there[n] = good[n - 1] and hashes[32 * (n - 1) : 32 * n] == above
+            else:
+                there[n] = store.present(public.get(above))
 
     def _one(
         self,

@@ -15,7 +15,8 @@ import numpy as np
 from kvd.core import columns as col
 from kvd.core.advice import Advice
 from kvd.core.columns import column
-from kvd.core.config import TierConfig, WritePolicy
+from kvd.core.config import TierConfig, WritePolicy, slot_size
+from kvd.core.shares import TierUse
 from kvd.eviction.base import Policy
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ READY = 1
 class Lower:
     """One tier. Arrays by cell, beside those of `Cells`; `count` by row of `Chunks`."""
 
-    def __init__(self, number: int, config: TierConfig, policy: Policy, rows: int) -> None:
+    def __init__(
+        self, number: int, config: TierConfig, policy: Policy, rows: int, use: TierUse
+    ) -> None:
         self.number = number  # 0: the tier right below DRAM
         self.bit = 1 << number
         self.config = config
@@ -41,6 +44,7 @@ class Lower:
         self.residents: dict[int, int] = {}  # by queue
         self.chunks = 0  # with at least one shard here
         self.bytes = 0  # payload bytes
+        self.use = use  # by tenant
         self.told_readable = False
         self.told_writable = False
         self.overdue = 0  # jobs that did not come back in time: the medium hangs
@@ -83,7 +87,7 @@ class Ladder:
         self._store = store
         rows = store.config.rows
         self.lowers = [
-            Lower(n, config, policy, rows)
+            Lower(n, config, policy, rows, store.shares.tiers[n + 1])
             for n, (config, policy) in enumerate(zip(store.config.tiers, policies, strict=True))
         ]
         for lower in self.lowers:
@@ -168,6 +172,7 @@ class Ladder:
         lower.state[cell] = READY
         nbytes = space.nbytes[cell - chunks.cell[row]]
         lower.bytes += nbytes
+        lower.use.use[space.tenant] += slot_size(nbytes)
         space.below_bytes += nbytes
         count = lower.count[row] + 1
         lower.count[row] = count
@@ -199,6 +204,7 @@ class Ladder:
         lower.state[cell] = ABSENT
         nbytes = space.nbytes[cell - chunks.cell[row]]
         lower.bytes -= nbytes
+        lower.use.use[space.tenant] -= slot_size(nbytes)
         space.below_bytes -= nbytes
         lower.count[row] -= 1
         chunks.below[row] -= 1

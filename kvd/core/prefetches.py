@@ -69,9 +69,7 @@ class Prefetches:
             if not ended:
                 key = hashes[begin : begin + 32]
                 outcome, coming = self._one(session.namespace, space, shards, key, until)
-                ended = outcome is not Outcome.OK and (
-                    space.chained or outcome is Outcome.NO_SPACE
-                )
+                ended = outcome is not Outcome.OK and (space.chained or outcome is Outcome.NO_SPACE)
                 if coming:
                     rows.append((space.get(key), key))
             here = "coming" if coming else "here"

@@ -3,7 +3,8 @@
 The law of this module: a slab is emptied only as cheaply as it can be: of a class whose coldest
 chunks are colder than the asking class's own, the slab with the lowest sum of value. What in it is
 hot and unleased is copied to another slab of its class, in the place of something colder; what is
-leased, being written or condemned makes the attempt end, and the slab stays what it was.
+leased, being written or condemned makes the attempt end, and the slab stays what it was. A tenant
+gives no more of its chunks than its share allows (kvd.core.shares); the others' are moved.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvd.core import columns as col
 from kvd.core.actions import Copy
 from kvd.core.columns import NONE
 from kvd.core.jobs import Jobs, Pause, Work, spent
+from kvd.core.shares import NOBODY as NO_TENANT
 from kvd.core.slabs import DETACHED, NOBODY
 from kvd.core.store import Store
 
@@ -26,6 +28,14 @@ _SLABS = 32  # looked at for one decision
 _SAMPLE = 16  # slots looked at in each
 _DEPTH = 512  # candidates looked at to see how cold a class is
 _TRIES = 4
+_DEAR = 1e6  # value, in the units of the policy, of what may not be evicted
+
+
+class Attempt(NamedTuple):
+    """Whom one emptying is for, and whose chunks may go for it: None, anybody's."""
+
+    by: int
+    givers: frozenset[int] | None
 
 
 class Move(NamedTuple):
@@ -81,9 +91,9 @@ class Reclass:
         seen = self._evicted.get(size)
         return seen is None or seen >= max(4, self._store.config.slab_size // size // 8)
 
-    def start(self, size: int, *, must: bool) -> bool:
-        """Begin to empty the best slab of another class; `must`: the class has nothing of its own
-        to give. False if there is none, or it gives up at once."""
+    def start(self, size: int, by: int = NO_TENANT, *, must: bool) -> bool:
+        """Begin to empty the best slab of another class for a tenant; `must`: the class has nothing
+        of its own to give. False if there is none, or it gives up at once."""
         store = self._store
         self._evicted[size] = 0
         if size in self._active:
@@ -91,14 +101,14 @@ class Reclass:
         own = None if must else self._coldness(size)
         tried: set[int] = set()
         while len(tried) < _TRIES:
-            best = self._choose(size, own, tried)
+            best = self._choose(size, own, tried, by)
             if best is None:
                 return False
-            slab, limit = best
+            slab, limit, givers = best
             tried.add(slab)
             if not self._room(slab, size):
                 continue
-            self._jobs.start(self._empty(slab, size, limit))
+            self._jobs.start(self._empty(slab, size, limit, Attempt(by, givers)))
             if size in self._active or store.slabs.slot_sizes[slab] == size:
                 self._evicted.pop(size, None)
                 return True
@@ -132,10 +142,32 @@ class Reclass:
         values.sort()
         return values[min(count, len(values)) - 1]
 
-    def _choose(self, size: int, own: float | None, tried: set[int]) -> tuple[int, float] | None:
-        """(slab, value up to which its chunks are evicted rather than moved), or None."""
+    def _givers(self, size: int, by: int) -> frozenset[int] | None:
+        """Tenants with slots of a class who may give a slab's bytes for another; None: all."""
+        store = self._store
+        if not store.shares.isolate:
+            return None
+        owners = store.spaces.queue_tenants
+        there = {owners[q] for q in store.spaces.class_queues.get(size, ()) if store.residents[q]}
+        nbytes, dram = store.config.slab_size, store.shares.dram
+        return frozenset(t for t in there if dram.may_give(t, min(nbytes, dram.use[t]), by))
+
+    def _may_go(self, row: int, attempt: Attempt) -> bool:
+        """Whether a chunk's tenant still gives."""
+        if attempt.givers is None:
+            return True
+        tenant = self._store.tenant(row)
+        if tenant == attempt.by:
+            return tenant in attempt.givers
+        return tenant in attempt.givers and self._store.shares.dram.above(tenant)
+
+    def _choose(
+        self, size: int, own: float | None, tried: set[int], by: int
+    ) -> tuple[int, float, frozenset[int] | None] | None:
+        """(slab, value up to which its chunks are evicted rather than moved, whose may go)."""
         slabs = self._store.slabs
-        best: tuple[float, int, float] | None = None
+        best: tuple[float, int, float, frozenset[int] | None] | None = None
+        givers: dict[int, frozenset[int] | None] = {}
         reach: dict[int, float | None] = {}
         looked = 0
         for step in range(slabs.open):
@@ -146,24 +178,31 @@ class Reclass:
             if looked >= _SLABS:
                 break
             looked += 1
+            if other not in givers:
+                givers[other] = self._givers(other, by)
+            willing = givers[other]
+            if willing is not None and not willing and slabs.taken[slab]:
+                continue
             if other not in reach:
                 reach[other] = self._reach(other, min(_DEPTH, slabs.taken[slab]))
             limit = reach[other]
             if own is not None and (limit is None or limit >= own):
                 continue
             cold = self._coldness(other)
-            found = self._cost(slab, cold if cold is not None and cold < inf else 0.0)
+            found = self._cost(slab, cold if cold is not None and cold < inf else 0.0, willing)
             if found is None or (best is not None and found[0] >= best[0]):
                 continue
             if limit is None or slabs.taken[slab] > _DEPTH:
                 limit = max(limit or found[1], found[1])
-            best = (found[0], slab, limit)
+            best = (found[0], slab, limit, willing)
         self._hand = (self._hand + 1) % max(slabs.open, 1)
         return None if best is None else best[1:]
 
-    def _cost(self, slab: int, cold: float) -> tuple[float, float] | None:
+    def _cost(
+        self, slab: int, cold: float, willing: frozenset[int] | None
+    ) -> tuple[float, float] | None:
         """Sum of value of a slab's chunks above its class's coldest, and their mean value, from a
-        sample; None if something in it can't leave."""
+        sample; None if something in it can't leave. What has to be moved is dear."""
         store = self._store
         owner = store.slabs.owner[slab]
         assert owner is not None
@@ -181,17 +220,22 @@ class Reclass:
             return 0.0, cold
         values = [store.policy.value(row, store.now) for row in sample.tolist()]
         above = sum(max(0.0, value - cold) for value in values) / len(values)
+        if willing is not None:
+            tenants = store.slabs.tenant[slab]
+            assert tenants is not None
+            whose = tenants[owner != NOBODY]
+            above += _DEAR * (1.0 - float(np.isin(whose, list(willing)).mean()))
         return (above + 1e-9) * len(rows), sum(values) / len(values)
 
     # -- emptying -------------------------------------------------------------------------------
 
-    def _empty(self, slab: int, size: int, limit: float) -> Work[None]:
+    def _empty(self, slab: int, size: int, limit: float, attempt: Attempt) -> Work[None]:
         store, slabs = self._store, self._store.slabs
         self._active[size] = slab
         slabs.drain(slab)
         done = False
         try:
-            cleared = yield from self._clear(slab, limit)
+            cleared = yield from self._clear(slab, limit, attempt)
             while self._leaving.get(slab):
                 yield Pause.COPY
             done = cleared and not slabs.taken[slab]
@@ -204,7 +248,7 @@ class Reclass:
             store.counters.own["slab_changes", "done" if done else "given_up"] += 1
             self._jobs.wake(Pause.ROOM)
 
-    def _clear(self, slab: int, limit: float) -> Work[bool]:
+    def _clear(self, slab: int, limit: float, attempt: Attempt) -> Work[bool]:
         """Evict or move all that is in the slab, leaves first; False if something can't leave."""
         store, cells, chunks = self._store, self._store.cells, self._store.chunks
         owner = store.slabs.owner[slab]
@@ -226,22 +270,32 @@ class Reclass:
                 return False
             if cells.state[cell] == col.BAD:
                 store.drop(row, "quarantine", evicted=False)
-            elif row in store.transients or (self._legal(row) and self._value(row) <= limit):
-                store.drop(row, "slab", evicted=True)
-            elif not self._move(cell, slab):
-                if not self._legal(row):
+            elif row in store.transients or self._cold(row, limit, attempt):
+                self._drop(row, attempt)
+            elif not self._move(cell, slab, attempt):
+                if not (self._legal(row) and self._may_go(row, attempt)):
                     return False
-                store.drop(row, "slab", evicted=True)
+                self._drop(row, attempt)
             if spent(store):
                 yield Pause.SLICE
             while len(self._moves) >= store.config.copies_in_flight:
                 yield Pause.COPY
         return True
 
+    def _cold(self, row: int, limit: float, attempt: Attempt) -> bool:
+        """Whether the chunk goes rather than moves."""
+        return self._legal(row) and self._value(row) <= limit and self._may_go(row, attempt)
+
+    def _drop(self, row: int, attempt: Attempt) -> None:
+        store = self._store
+        if row not in store.transients:
+            store.evicts(row, attempt.by, store.shares.dram)
+        store.drop(row, "slab", evicted=True)
+
     def _value(self, row: int) -> float:
         return self._store.policy.value(row, self._store.now)
 
-    def _move(self, cell: int, slab: int) -> bool:
+    def _move(self, cell: int, slab: int, attempt: Attempt) -> bool:
         """Start to copy a slot to another slab of its class; False if there is no place."""
         store, cells = self._store, self._store.cells
         if cells.marks[cell] & col.MOVING:
@@ -252,9 +306,9 @@ class Reclass:
         size = store.slabs.slot_sizes[slab]
         target = store.slabs.take(size)
         if target < 0:
-            other = self._colder(row, slab, size)
+            other = self._colder(row, slab, size, attempt)
             if other != NONE:
-                store.drop(other, "slab", evicted=True)
+                self._drop(other, attempt)
                 if store.slabs.cell_of(source) != cell:
                     return True  # it went with the other
                 target = store.slabs.take(size)
@@ -268,18 +322,21 @@ class Reclass:
         store.out.append(Copy(copy, offset(source), offset(target), nbytes))
         return True
 
-    def _colder(self, row: int, slab: int, size: int) -> int:
+    def _colder(self, row: int, slab: int, size: int, attempt: Attempt) -> int:
         """Another chunk of the class that is not worth more and would make place in another slab,
-        or NONE. Never the chunk itself: with a shard elsewhere it would look like one."""
+        or NONE. Never the chunk itself: with a shard elsewhere it would look like one. For a chunk
+        that may not go any other that may does."""
         store = self._store
-        value = self._value(row)
+        value = self._value(row) if self._may_go(row, attempt) else inf
         for queue in store.spaces.class_queues.get(size, ()):
             if not store.residents[queue]:
                 continue
             for n, other in enumerate(store.policy.victims(queue, store.now)):
                 if n >= _DEPTH or store.policy.value(other, store.now) > value:
                     break
-                if other != row and self._legal(other) and self._elsewhere(other, slab, size):
+                if other == row or not (self._legal(other) and self._may_go(other, attempt)):
+                    continue
+                if self._elsewhere(other, slab, size):
                     return other
         return NONE
 
@@ -321,6 +378,7 @@ class Reclass:
             cells.record[cell] = move.target
             cells.generation[cell] = store.generation()
             store.slabs.set_cell(move.target, cell)
+            store.slabs.charge(move.target, store.tenant(row))
             if cells.marks[cell] & col.SEALING:  # the old place is being sealed, in vain
                 cells.marks[cell] &= ~col.SEALING & 0xFF
                 store.unsealed.append(cell)

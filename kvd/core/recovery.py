@@ -325,6 +325,7 @@ class Recovery:
         nbytes = int(found.records["length"][once].sum())
         lower.bytes += nbytes
         space.below_bytes += nbytes
+        lower.use.use[space.tenant] += int(pages(found.records["length"][once]).sum())
         unique = np.unique(row)
         new = unique[lower.np_count[unique] == 0]
         np.add.at(lower.np_count, row, 1)

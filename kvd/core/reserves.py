@@ -17,7 +17,7 @@ from kvd.core import columns as col
 from kvd.core.actions import ReserveResult
 from kvd.core.columns import NONE
 from kvd.core.config import SECOND_NS
-from kvd.core.evictions import Evictions
+from kvd.core.evictions import OVER_MAXIMUM, Evictions
 from kvd.core.jobs import Pause, Work, spent
 from kvd.core.sessions import Session
 from kvd.core.spaces import Space
@@ -302,22 +302,29 @@ class Reserves:
         size = write.space.slot_sizes[shard]
         if store.now >= write.deadline:
             return Outcome.DEADLINE
-        if session.write_bytes + size > store.config.write_cap:
+        tenant = write.space.tenant
+        if session.write_bytes + size > store.config.write_cap or self._busy(tenant, size):
             return Outcome.OVER_QUOTA
-        record = yield from self._evictions.slot(size)
+        record = yield from self._evictions.slot(size, tenant)
         if record < 0:
-            return Outcome.NO_SPACE
+            return Outcome.OVER_QUOTA if record == OVER_MAXIMUM else Outcome.NO_SPACE
         outcome = self._state(row, shard)
         if session.closed:
             outcome = Outcome.NO_SPACE
         elif store.now >= write.deadline:
             outcome = Outcome.DEADLINE
-        elif session.write_bytes + size > store.config.write_cap:
+        elif session.write_bytes + size > store.config.write_cap or self._busy(tenant, size):
             outcome = Outcome.OVER_QUOTA
         if outcome is Outcome.GRANTED:
             return record
         store.slabs.give(record)
         return outcome
+
+    def _busy(self, tenant: int, size: int) -> bool:
+        """Whether the tenant may not have so much more in flight. One slot it always may."""
+        shares = self._store.shares
+        room = shares.room_in_flight(tenant)
+        return room is not None and size > room and shares.writing[tenant] > 0
 
     def _state(self, row: int, shard: int) -> Outcome:
         store = self._store

@@ -3,9 +3,10 @@
 The law of this module: the tier itself says when it is full, and what would help; which chunks go
 is decided by the tier's own policy among those that may: not leased, not in anybody's hands, and,
 if this is the last copy, a leaf (of what lies here and above: what hangs below it further down
-waits for it to be stored again). What was chosen is invisible at once and deleted then. Who waits
-for room tries again when the deletions are done, or learns that there will be none. Where there is
-a next tier, room is made well ahead of need, so that last copies have the time to go down there.
+waits for it to be stored again); and among the chunks of the tenant whose turn it is. What was
+chosen is invisible at once and deleted then. Who waits for room tries again when the deletions are
+done, or learns that there will be none. Where there is a next tier, room is made well ahead of
+need, so that last copies have the time to go down there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvd.core.descents import Descent, Descents
 from kvd.core.fetches import Fetches
 from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.lower import READY, Lower, TierJob
+from kvd.core.shares import NOBODY
 from kvd.core.store import Store
 
 _BATCH = 32  # chunks deleted at a time, at most
@@ -55,34 +57,42 @@ class Rooms:
         return least if last else least + max(1, min(_AHEAD, lower.chunks // _PART))
 
     def wait(
-        self, lower: Lower, size: int, move: object, cell: int, empty: tuple[int, ...]
+        self,
+        lower: Lower,
+        size: int,
+        move: object,
+        cell: int,
+        empty: tuple[int, ...],
+        by: int = NOBODY,
     ) -> None:
         """A write found no room: it tries again when some was made."""
         place = (lower.number, size)
         self._waiting.setdefault(place, deque()).append((move, cell))
-        self.make(lower, size, empty)
+        self.make(lower, size, empty, by)
 
-    def make(self, lower: Lower, size: int, empty: tuple[int, ...]) -> None:
-        """Delete some chunks of a tier with shards of this class, or those at the places named."""
+    def make(self, lower: Lower, size: int, empty: tuple[int, ...], by: int = NOBODY) -> None:
+        """Delete some chunks of a tier with shards of this class, or those at the places named, for
+        a tenant."""
         place = (lower.number, size)
         if self._down.get(place) and not self._waiting.get(place):
             return  # nobody is in a hurry
         if place not in self._running and not self._deleting.get(place):
             self._running.add(place)
-            self._jobs.start(self._make(lower, size, empty))
+            self._jobs.start(self._make(lower, size, empty, by))
 
-    def _make(self, lower: Lower, size: int, empty: tuple[int, ...]) -> Work[None]:
+    def _make(self, lower: Lower, size: int, empty: tuple[int, ...], by: int) -> Work[None]:
         store = self._store
         place = (lower.number, size)
         count = max(1, min(_BATCH, lower.chunks // _PART))
         hurried = bool(self._waiting.get(place))
         before = lower.chunks
         if empty:
-            yield from self._empty(lower, size, empty)
+            yield from self._empty(lower, size, empty, by)
+            empty = () if lower.chunks == before else empty
         passed: dict[int, int] = {}
         turn = lower.policy.turn
         while not empty and count > 0:
-            row = self._pick(lower, size, passed, hurried=bool(self._waiting.get(place)))
+            row = self._pick(lower, size, passed, by, hurried=bool(self._waiting.get(place)))
             if lower.policy.turn != turn:  # it names others than it did
                 turn = lower.policy.turn
                 passed.clear()
@@ -91,6 +101,7 @@ class Rooms:
             if row is None:
                 row = NONE
             if row != NONE:
+                store.evicts(row, by, lower.use)
                 count -= 1
                 if not self._waiting.get(place) and self._descents.begin(lower, row, place):
                     self._down[place] = self._down.get(place, 0) + 1
@@ -100,11 +111,11 @@ class Rooms:
                 yield Pause.SLICE
         self._running.discard(place)
         if self._waiting.get(place) and not hurried:  # they came meanwhile
-            self.make(lower, size, ())
+            self.make(lower, size, (), by)
         elif not self._deleting.get(place):
             self._answer(place, room=lower.chunks < before)
 
-    def _empty(self, lower: Lower, size: int, empty: tuple[int, ...]) -> Work[None]:
+    def _empty(self, lower: Lower, size: int, empty: tuple[int, ...], by: int) -> Work[None]:
         """Delete what lies at the places that the tier named, as far as it may go."""
         store = self._store
         wanted = np.array(empty, np.uint64)
@@ -116,10 +127,33 @@ class Rooms:
             )
             for cell in (found + begin).tolist():
                 row = store.cells.chunk[cell]
-                if lower.count[row] and self.legal(lower, row):
+                if lower.count[row] and self.legal(lower, row) and self._allowed(lower, row, by):
+                    store.evicts(row, by, lower.use)
                     self.drop(lower, row, "capacity", (lower.number, size))
             if spent(store, 50):
                 yield Pause.SLICE
+
+    def _allowed(self, lower: Lower, row: int, by: int) -> bool:
+        """Whether the chunk's tenant may lose it for want of room of another."""
+        shares, tenant = self._store.shares, self._store.tenant(row)
+        return tenant == by or not shares.isolate or lower.use.above(tenant)
+
+    def fit(self, lower: Lower, tenant: int, size: int, nbytes: int) -> bool:
+        """Delete the tenant's own coldest chunks of a class until so much more keeps to its maximum
+        in the tier. False if that can't be done at once."""
+        store, use = self._store, lower.use
+        passed: dict[int, int] = {}
+        looks = _BATCH
+        while store.shares.isolate and use.full(tenant, use.coming[tenant] + nbytes):
+            looks -= 1
+            row = None
+            if looks:
+                row = self._pick(lower, size, passed, tenant, hurried=True, own=True)
+            if row is None:
+                return False
+            if row != NONE:
+                self.drop(lower, row, "quota")
+        return True
 
     def legal(self, lower: Lower, row: int) -> bool:
         """Whether the chunk may be deleted from the tier now."""
@@ -132,6 +166,22 @@ class Rooms:
         if chunks.leases[row] or chunks.writing[row] or row in store.pinned:
             return True
         return bool(store.keeping.by_row and store.keeping.pinned(row, store.now))
+
+    def _queues(
+        self, lower: Lower, size: int, passed: dict[int, int], by: int, own: bool
+    ) -> list[int]:
+        """Queues with candidates left of the tenant whose turn it is."""
+        store, shares = self._store, self._store.shares
+        owners = store.spaces.queue_tenants
+        left = [
+            queue
+            for queue in store.spaces.class_queues.get(size, ())
+            if passed.get(queue, 0) < lower.residents.get(queue, 0)
+        ]
+        if not own and (not shares.isolate or not left):
+            return left
+        giver = by if own else lower.use.victim({owners[queue] for queue in left}, by, size)
+        return [queue for queue in left if owners[queue] == giver]
 
     def _leaf(self, lower: Lower, row: int) -> bool:
         chunks = self._store.chunks
@@ -152,22 +202,27 @@ class Rooms:
         return not hurried and not self._held(row) and self._descents.possible(lower, row)
 
     def _pick(
-        self, lower: Lower, size: int, passed: dict[int, int], *, hurried: bool
+        self,
+        lower: Lower,
+        size: int,
+        passed: dict[int, int],
+        by: int,
+        *,
+        hurried: bool,
+        own: bool = False,
     ) -> int | None:
         """The chunk that goes next; NONE after some that may not; None if there is none."""
         store = self._store
         best, least = -1, 0.0
-        for queue in store.spaces.class_queues.get(size, ()):
-            count = lower.residents.get(queue, 0)
-            if not count or passed.get(queue, 0) >= count:
-                continue
+        queues = self._queues(lower, size, passed, by, own)
+        for queue in queues:
             cold = lower.policy.coldness(queue, store.now)
             if cold is not None and (best < 0 or cold < least):
                 best, least = queue, cold
         if best < 0:
-            if lower.policy.partial:
-                return self._scan(lower, size, passed, hurried=hurried)
-            return None
+            if not lower.policy.partial:
+                return None
+            return self._scan(lower, size, passed, by, own, hurried=hurried)
         skipped: list[int] = []
         for row in lower.policy.victims(best, store.now):
             if self._may(lower, row, hurried=hurried):
@@ -183,11 +238,18 @@ class Rooms:
         return NONE
 
     def _scan(
-        self, lower: Lower, size: int, passed: dict[int, int], *, hurried: bool
+        self,
+        lower: Lower,
+        size: int,
+        passed: dict[int, int],
+        by: int,
+        own: bool,
+        *,
+        hurried: bool,
     ) -> int | None:
         """As `_pick`, where the policy does not know all: by row numbers."""
         store = self._store
-        queues = store.spaces.class_queues.get(size, ())
+        queues = self._queues(lower, size, {}, by, own)
         begin = passed.get(NONE, 0)
         end = passed[NONE] = min(begin + _SCAN, store.chunks.used)
         for row in (np.flatnonzero(lower.np_count[begin:end]) + begin).tolist():

@@ -2,7 +2,8 @@
 
 The law of this module: a record number is a slot and a slot is in one hand at a time: free, or
 taken (by a cell, a condemned write, or the hold after a restart). A slab holds one size class;
-it changes class only when nothing in it is taken.
+it changes class only when nothing in it is taken. A taken slot is one tenant's, and counts in what
+that one uses.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.core.config import CoreConfig
+from kvd.core.shares import NOBODY as NO_TENANT
+from kvd.core.shares import Shares
 
 NOBODY = -1  # the slot is free
 DETACHED = -2  # taken, but by no cell
@@ -23,9 +26,12 @@ DETACHED = -2  # taken, but by no cell
 class Slabs:
     """Slots by size class. Bytes told are bytes of slots."""
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: CoreConfig, shares: Shares) -> None:
+        self._use = shares.dram
         self.size = config.slab_size
         self.count = config.slab_count
+        # with tiers below, what is above the low mark is nobody's: it is always being emptied
+        self._headroom = config.low if config.tiers else 1.0
         self.records = config.records_per_slab
         # Whether a slab's records have memory for slots of a size: asked before it is cut so.
         self.room: Callable[[int, int], bool] = lambda slab, size: True
@@ -35,6 +41,7 @@ class Slabs:
         self.taken = [0] * self.count
         self.draining: set[int] = set()  # no slot of these is given out
         self.owner: list[NDArray[np.int32] | None] = [None] * self.count  # slot -> cell
+        self.tenant: list[NDArray[np.uint16] | None] = [None] * self.count  # slot -> whose
         self._free: list[array[int]] = [array("i") for _ in range(self.count)]
         self._fresh = [0] * self.count  # slots from here on were never taken
         self._capacity = [0] * self.count
@@ -45,6 +52,8 @@ class Slabs:
         self.taken_bytes = 0
         self.slots: dict[int, int] = {}  # size -> slots of its slabs that are open
         self.used: dict[int, int] = {}  # size -> slots of these that are taken
+        self.last: dict[int, int] = {}  # size -> tenant that took one last
+        self.blanks = 0
 
     # -- places ---------------------------------------------------------------------------------
 
@@ -91,6 +100,14 @@ class Slabs:
             else:
                 heappush(self._blank, slab)
         self.open = max(self.open, upto)
+        self._resized()
+
+    def _resized(self) -> None:
+        """What can be used has changed: slots do not fill a slab to its last byte."""
+        self.blanks = len(self._blank)
+        usable = sum(size * slots for size, slots in self.slots.items())
+        usable += (self.blanks + self.count - self.open) * self.size
+        self._use.resize(int(usable * self._headroom))
 
     def capacity(self, slab: int) -> int:
         """Slots of a slab."""
@@ -99,10 +116,6 @@ class Slabs:
     def blank(self) -> int:
         """An open slab without a class, or -1."""
         return self._blank[0] if self._blank else -1
-
-    @property
-    def blanks(self) -> int:
-        return len(self._blank)
 
     def empty(self, but: int) -> int:
         """An open slab of another class than `but` in which nothing is taken, or -1."""
@@ -117,6 +130,7 @@ class Slabs:
             heappop(self._blank)
         self._cut(slab, size)
         self._list(slab)
+        self._resized()
 
     def _cut(self, slab: int, size: int) -> None:
         slots = self.size // size
@@ -130,6 +144,7 @@ class Slabs:
         self.np_slot_size[slab] = size
         self._capacity[slab] = slots
         self.owner[slab] = np.full(slots, NOBODY, np.int32)
+        self.tenant[slab] = np.zeros(slots, np.uint16)
         self._free[slab] = array("i")
         self._fresh[slab] = 0
         self._listed[slab] = False
@@ -137,13 +152,21 @@ class Slabs:
         self.draining.discard(slab)
 
     def adopt(
-        self, slab: int, size: int, taken: NDArray[np.int64], cells: NDArray[np.int32]
+        self,
+        slab: int,
+        size: int,
+        taken: NDArray[np.int64],
+        cells: NDArray[np.int32],
+        tenants: NDArray[np.uint16],
     ) -> None:
-        """A slab of an earlier life, with its taken slots and in whose hand they are."""
+        """A slab of an earlier life, with its taken slots, and in whose hand and whose they are."""
         self._cut(slab, size)
-        owner = self.owner[slab]
-        assert owner is not None
+        owner, tenant = self.owner[slab], self.tenant[slab]
+        assert owner is not None and tenant is not None
         owner[taken] = cells
+        tenant[taken] = tenants
+        for number, slots in enumerate(np.bincount(tenants).tolist()):
+            self._use.use[number] += slots * size
         free = np.ones(len(owner), bool)
         free[taken] = False
         self._fresh[slab] = len(owner)
@@ -158,6 +181,7 @@ class Slabs:
     def adopted(self) -> None:
         """All slabs of an earlier life are there: only the others are blank."""
         self._blank = [slab for slab in range(self.open) if not self.slot_sizes[slab]]
+        self._resized()
 
     def classes(self) -> list[int]:
         return sorted({size for size in self.slot_sizes if size})
@@ -168,7 +192,7 @@ class Slabs:
 
     # -- slots ----------------------------------------------------------------------------------
 
-    def take(self, size: int) -> int:
+    def take(self, size: int, tenant: int = NO_TENANT) -> int:
         """A free slot of a class as a record number, or -1. Low slabs first, so high ones empty."""
         heap = self._partial.get(size)
         while heap:
@@ -192,6 +216,11 @@ class Slabs:
                     owner = self.owner[slab]
                     assert owner is not None
                     owner[slot] = DETACHED
+                    tenants = self.tenant[slab]
+                    assert tenants is not None
+                    tenants[slot] = tenant
+                    self._use.use[tenant] += size
+                    self.last[size] = tenant
                     return slab * self.records + slot
             heappop(heap)
             if self.slot_sizes[slab] == size:
@@ -211,7 +240,20 @@ class Slabs:
         size = self.slot_sizes[slab]
         self.used[size] -= 1
         self.taken_bytes -= size
+        tenants = self.tenant[slab]
+        assert tenants is not None
+        self._use.use[int(tenants[slot])] -= size
         self._list(slab)
+
+    def charge(self, record: int, tenant: int) -> None:
+        """A taken slot is this tenant's from now on."""
+        slab, slot = divmod(record, self.records)
+        tenants = self.tenant[slab]
+        assert tenants is not None
+        size = self.slot_sizes[slab]
+        self._use.use[int(tenants[slot])] -= size
+        self._use.use[tenant] += size
+        tenants[slot] = tenant
 
     def drain(self, slab: int) -> None:
         """Give out no more slots of it."""

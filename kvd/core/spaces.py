@@ -13,6 +13,7 @@ from kvd.chunk import Kind, KVSpec, namespace_digest
 from kvd.core.columns import NONE
 from kvd.core.config import slot_size
 from kvd.core.index import Index, Rows
+from kvd.core.shares import Shares
 from kvd.errors import LimitExceeded
 
 MAX_SPACES = (1 << 16) - 1  # a row has 16 bits for the number of its space
@@ -21,9 +22,12 @@ MAX_SPACES = (1 << 16) - 1  # a row has 16 bits for the number of its space
 class Space:
     """What is common to its chunks, and its sums."""
 
-    def __init__(self, number: int, namespace: str, spec: KVSpec, kind: int, index: Index) -> None:
+    def __init__(
+        self, number: int, namespace: str, tenant: int, spec: KVSpec, kind: int, index: Index
+    ) -> None:
         self._index = index
         self.number = number
+        self.tenant = tenant
         self.namespace = namespace
         self.spec = spec
         self.digest = spec.digest
@@ -57,8 +61,9 @@ class Space:
 class Spaces:
     """All spaces by number (from 1), and the registry of specs and namespaces."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, shares: Shares) -> None:
         self._index = index
+        self._shares = shares
         self.specs: dict[bytes, KVSpec] = {}
         self.known: set[tuple[str, bytes]] = set()  # namespace, spec that it may use
         self.namespaces: dict[str, None] = {}
@@ -69,6 +74,7 @@ class Spaces:
         self._queues: dict[tuple[str, tuple[int, ...], bool], int] = {}
         self.queue_classes: list[tuple[int, ...]] = []
         self.queue_adopted: list[bool] = []
+        self.queue_tenants: list[int] = []
         self.class_queues: dict[int, list[int]] = {}  # slot size -> queues with such slots
 
     def register(self, spec: KVSpec, namespace: str | None = None) -> None:
@@ -103,7 +109,8 @@ class Spaces:
         number = len(self.by_number)
         if number > MAX_SPACES:
             raise LimitExceeded(f"{MAX_SPACES} (namespace, spec, kind) are in use, no more fit")
-        space = Space(number, namespace, self.specs[spec], kind, self._index)
+        tenant = self._shares.number(namespace)
+        space = Space(number, namespace, tenant, self.specs[spec], kind, self._index)
         space.queues = (
             self._queue(namespace, space.classes, False),
             self._queue(namespace, space.classes, True),
@@ -130,6 +137,7 @@ class Spaces:
             queue = self._queues[name] = len(self.queue_classes)
             self.queue_classes.append(classes)
             self.queue_adopted.append(adopted)
+            self.queue_tenants.append(self._shares.number(namespace))
             for size in classes:
                 self.class_queues.setdefault(size, []).append(queue)
         return queue

@@ -10,6 +10,8 @@ from typing import Any
 from kvd.core.counters import as_dict
 from kvd.core.leases import Leases
 from kvd.core.lower import Lower
+from kvd.core.shares import UNBOUNDED
+from kvd.core.spaces import Space
 from kvd.core.store import Store
 from kvd.core.writes import Phase, Writes
 
@@ -25,7 +27,6 @@ def stat(
     """All sections; of one tenant, or of all (namespace None). A tenant's has its own counters and
     gauges, and of the tiers how full they are, for that is what it is refused by."""
     slabs = store.slabs
-    store.keeping.expire(store.now)
     spaces = [s for s in store.spaces.all() if namespace in (None, s.namespace)]
     if namespace is None:
         gauges = {
@@ -81,13 +82,14 @@ def stat(
         below = [{"name": row["name"], "state": row["state"]} for row in below]
     elif below:
         tier["transient_bytes"] = store.transient_bytes
-    names = store.counters.namespaces() if namespace is None else [namespace]
+    names = [namespace] if namespace is not None else tenant_names(store)
     tenants = {
         name: {
             "chunks": sum(s.chunks for s in spaces if s.namespace == name),
             "bytes": sum(s.bytes for s in spaces if s.namespace == name),
             "chunks_below": sum(s.alone for s in spaces if s.namespace == name),
             "bytes_below": sum(s.below_bytes for s in spaces if s.namespace == name),
+            "tiers": _shares(store, spaces, name, whole=namespace is None),
             "counters": as_dict(store.counters.tenant(name)),
         }
         for name in names
@@ -105,6 +107,44 @@ def stat(
 
 def _well(lower: Lower) -> bool:
     return lower.readable and lower.writable and not lower.policy.error
+
+
+def tenant_names(store: Store) -> list[str]:
+    """All namespaces that have rules or chunks, or asked for something."""
+    shares = store.shares
+    used = {name for n, name in enumerate(shares.names) if any(t.use[n] for t in shares.tiers)}
+    return sorted({*store.counters.namespaces(), *shares.ruled, *used} - {""})
+
+
+def _shares(store: Store, spaces: list[Space], name: str, *, whole: bool) -> dict[str, Any]:
+    """What a tenant has of each tier, and may have: what the core goes by, in slot bytes. Not
+    `whole`: without what would tell the tenant of others."""
+    tenant = store.shares.find(name)
+    if tenant is None:
+        return {}
+    queues = {queue for space in spaces if space.namespace == name for queue in space.queues}
+    chunks = [sum(space.chunks for space in spaces if space.namespace == name)]
+    chunks += [
+        sum(lower.residents.get(queue, 0) for queue in queues) for lower in store.ladder.lowers
+    ]
+    most = [tier.maximum[tenant] for tier in store.shares.tiers]
+    shown = {
+        tier.name: {
+            "used_bytes": tier.use[tenant],
+            "chunks": chunks[n],
+            "minimum_bytes": tier.minimum[tenant],
+            "share_bytes": int(tier.share[tenant]),
+            "maximum_bytes": None if most[n] == UNBOUNDED else most[n],
+            "weight": tier.told[tenant].weight,
+        }
+        for n, tier in enumerate(store.shares.tiers)
+    }
+    if not whole:
+        for tier in store.shares.tiers:
+            row = shown[tier.name]
+            del row["share_bytes"]
+            row["minimum_bytes"] = tier.told[tenant].minimum.of(tier.limit)
+    return shown
 
 
 def _own(leases: Leases, writes: Writes, namespace: str) -> dict[str, int]:

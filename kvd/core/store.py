@@ -23,10 +23,11 @@ from kvd.core.advice import Advice
 from kvd.core.columns import NONE, Cells, Chunks
 from kvd.core.config import SECOND_NS, CoreConfig
 from kvd.core.counters import Counters
-from kvd.core.hints import Keeping
 from kvd.core.index import Index
+from kvd.core.keeping import Keeping
 from kvd.core.lower import Ladder
 from kvd.core.sessions import Sessions
+from kvd.core.shares import PUBLIC, Shares, TierUse
 from kvd.core.slabs import DETACHED, Slabs
 from kvd.core.spaces import Space, Spaces
 from kvd.core.timers import Timers
@@ -54,16 +55,21 @@ class Store:
         self.policy.failed = self.policy_failed
         self.chunks = Chunks(config.rows)
         self.cells = Cells(config.rows)
-        self.slabs = Slabs(config)
+        self.shares = Shares(
+            config.isolate,
+            [("dram", config.size), *((tier.name, tier.limit) for tier in config.tiers)],
+            dict(config.tenants),
+        )
+        self.slabs = Slabs(config, self.shares)
         self.index = Index(self.chunks, config.seed)
-        self.spaces = Spaces(self.index)
+        self.spaces = Spaces(self.index, self.shares)
         self.sessions = Sessions()
         self.counters = Counters()
         self.timers = Timers()
         self.out: list[Action] = []
         self.now = 0
         self.units = 0  # work done in this slice, see jobs.py
-        self.keeping = Keeping(config)  # what hints have pinned or spared
+        self.keeping = Keeping(config, self.timers)  # what hints have pinned or spared
         self.draining = False  # takes no stores any more
         # Handles and generations go on from the epoch, so that none is ever given twice, in this
         # life or another.
@@ -201,6 +207,20 @@ class Store:
             return not self.chunks.kids[row]
         return bool(self.chunks.child[row] == NONE)
 
+    def present(self, row: int) -> bool:
+        """Whether there is a chunk in this row that has bytes, here or below."""
+        chunks = self.chunks
+        return row != NONE and bool(chunks.ready[row] or chunks.below[row])
+
+    def bridged(self, hole: int) -> bool:
+        """Whether a hole stands for a chunk of the namespace `public`: what hangs under it may be
+        in a leading run."""
+        space = self.spaces.of(self.chunks.space[hole])
+        public = self.spaces.find(PUBLIC, space.digest, space.kind)
+        if public is None or public is space:
+            return False
+        return self.present(public.get(self.chunks.key_of(hole)))
+
     def recount(self, row: int) -> None:
         """The chunk may have come to DRAM or left it: say so to its parent and its space."""
         if not self.layered:
@@ -218,6 +238,23 @@ class Store:
             chunks.kids[parent] += 1 if here else -1
         if changed & col.ALONE:
             self.spaces.of(chunks.space[row]).alone += 1 if alone else -1
+
+    def tenant(self, row: int) -> int:
+        """Whose the chunk is."""
+        return self.spaces.of(self.chunks.space[row]).tenant
+
+    def evicts(self, row: int, by: int, tier: TierUse) -> None:
+        """A tenant is about to lose a chunk, for want of room of another (NOBODY: of none)."""
+        tenant = self.tenant(row)
+        if tenant == by:
+            return
+        label = "dram" if tier is self.shares.dram else "below"
+        counts = self.counters.tenant(self.shares.names[tenant])
+        counts["evictions_suffered", label] += 1
+        if tier.use[tenant] <= tier.minimum[tenant]:
+            counts["evictions_below_minimum", label] += 1
+        if by:
+            self.counters.tenant(self.shares.names[by])["evictions_inflicted", label] += 1
 
     def queue(self, row: int) -> int:
         """The policy's queue of a chunk."""
@@ -427,10 +464,14 @@ class Store:
 
     # -- recency --------------------------------------------------------------------------------
 
-    def touch(self, rows: NDArray[np.int64], *, over: bool = False) -> None:
-        """These chunks and all their ancestors were used now; applied after the reply. `over`:
-        these alone, from leaf to root, are said not to be used again."""
-        self.touches.append(Touch(rows, self.chunks.np_key[rows, 0], self.now, over))
+    def touch(self, rows: NDArray[np.int64]) -> None:
+        """These chunks and all their ancestors were used now; applied after the reply."""
+        self.touches.append(Touch(rows, self.chunks.np_key[rows, 0], self.now, False))
+
+    def over(self, rows: NDArray[np.int64], words: NDArray[np.uint64]) -> None:
+        """These chunks, from leaf to root, are said not to be used again: in every tier they go
+        first, as soon as the uses before are applied. `words`: of the keys that are meant."""
+        self.touches.append(Touch(rows, words, self.now, True))
 
     def apply_touches(self, budget: int) -> int:
         """Apply what was deferred, oldest first; what is left of the budget."""
@@ -439,6 +480,10 @@ class Store:
             rows, words, when, over = self.touches.popleft()
             here = (chunks.np_key[rows, 0] == words) & (chunks.np_space[rows] != 0)
             if over:
+                if len(rows) > budget:  # the end, nearest to the root, comes first
+                    rest = len(rows) - budget
+                    self.touches.appendleft(Touch(rows[:rest], words[:rest], when, over))
+                    rows, here = rows[rest:], here[rest:]
                 some = rows[here].tolist()
                 budget -= len(some) + 1
                 for advice in (self.policy, *(lower.policy for lower in self.ladder.lowers)):

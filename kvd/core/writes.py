@@ -105,6 +105,7 @@ class Writes:
         store.holes[space.queues[0]].pop(row, None)
         session.write_bytes += size
         store.writing_bytes += size
+        store.shares.writing[space.tenant] += size
         if not write.open:
             session.writes[write.number] = self.by_number[write.number] = write
             store.timers.add(write.deadline, "write", write.number)
@@ -305,6 +306,7 @@ class Writes:
             self._detach(item)
         item.phase = Phase.CONDEMNED
         store.writing_bytes -= item.size
+        store.shares.writing[write.space.tenant] -= item.size
         store.condemned_bytes += item.size
         owner = write.session.public_id
         self.condemned.setdefault(owner, {})[item.record] = Condemned(item.size, write, item)
@@ -344,6 +346,7 @@ class Writes:
             row = store.cells.chunk[item.cell]
             self._detach(item)
         store.writing_bytes -= item.size
+        store.shares.writing[write.space.tenant] -= item.size
         write.session.write_bytes -= item.size
         store.free_slot(item.record)
         self._done(write, item)
@@ -354,6 +357,7 @@ class Writes:
         """The slot is no longer the writer's, but its chunk's."""
         del self._writer[item.cell]
         self._store.writing_bytes -= item.size
+        self._store.shares.writing[write.space.tenant] -= item.size
         write.session.write_bytes -= item.size
         self._done(write, item)
 

@@ -13,8 +13,11 @@ import stat
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from kvd.core.shares import PUBLIC
 from kvd.errors import AuthError, ConfigError
 from kvd.server.settings import NamespaceRule
+from kvd.server.tenantrules import Tenant
+from kvd.server.tenants import token_digest
 from kvd.wire.limits import TOKEN_BYTES
 
 __all__ = ["DEFAULT_NAMESPACE", "Access", "Grant", "Peer"]
@@ -38,39 +41,77 @@ class Grant(NamedTuple):
 
 
 class Access:
-    """The rules, with the token files read once at start."""
+    """The rules, with the token files read once at start; and those of tenants, which may change:
+    see `set_tenants`."""
 
     def __init__(
-        self, rules: Iterable[NamespaceRule], admin_uids: Iterable[int], admin_gid: int | None
+        self,
+        rules: Iterable[NamespaceRule],
+        admin_uids: Iterable[int],
+        admin_gid: int | None,
+        tenants: Iterable[Tenant] = (),
+        public_writers: Iterable[str] = (),
     ) -> None:
         self._rules = tuple(rules)
         self._tokens = [
             (rule.name, _read_token(rule.token_file)) for rule in self._rules if rule.token_file
         ]
+        self._writers = frozenset(public_writers)
+        self._files: dict[str, bytes] = {}  # tenants' token files, as they were at start
+        self._tenants: tuple[Tenant, ...] = ()
+        self.set_tenants(tenants)
         self._admin_uids = frozenset({os.getuid(), 0, *admin_uids})
         self._admin_gid = admin_gid
 
     @property
     def namespaces(self) -> list[str]:
         """All that a session can be bound to by this configuration."""
-        return list(dict.fromkeys([DEFAULT_NAMESPACE, *(rule.name for rule in self._rules)]))
+        tenants = (tenant.name for tenant in self._tenants)
+        return list(
+            dict.fromkeys([DEFAULT_NAMESPACE, *(rule.name for rule in self._rules), *tenants])
+        )
 
-    def grant(self, peer: Peer, token: bytes | None) -> Grant:
-        """The namespace and role of a peer. AuthError names what would let it in."""
+    def set_tenants(self, tenants: Iterable[Tenant]) -> None:
+        """These are all tenants from now on. ConfigError for a token file that can't be used."""
+        self._tenants = tuple(tenants)
+        for tenant in self._tenants:
+            if tenant.token_file is not None and tenant.token_file not in self._files:
+                self._files[tenant.token_file] = _read_token(tenant.token_file)
+
+    def grant(self, peer: Peer, token: bytes | None, wanted: str | None = None) -> Grant:
+        """The namespace and role of a peer. `wanted`: `public`, for who may write there. AuthError
+        names what would let it in."""
         admin = peer.uid in self._admin_uids or self._admin_gid in peer.gids
-        if token is not None:
-            return Grant(self.by_token(token), admin)
-        for rule in self._rules:
-            if peer.uid in rule.uids:
-                return Grant(rule.name, admin)
-        for rule in self._rules:
-            if not set(peer.gids).isdisjoint(rule.gids):
-                return Grant(rule.name, admin)
-        if peer.uid in (os.getuid(), 0):
-            return Grant(DEFAULT_NAMESPACE, admin)
+        own = self.by_token(token) if token is not None else self._by_peer(peer)
+        return Grant(self.choose(own, wanted, admin=admin), admin)
+
+    def choose(self, own: str, wanted: str | None, *, admin: bool) -> str:
+        """The namespace that a member of `own` gets who wants another. AuthError."""
+        if wanted is None or wanted == own:
+            return own
+        writes = own in self._writers or any(
+            tenant.public_writer for tenant in self._tenants if tenant.name == own
+        )
+        if wanted == PUBLIC and (writes or admin):
+            return PUBLIC
         raise AuthError(
-            f"uid {peer.uid} belongs to no namespace; add it to a [[namespaces]] entry's uids or "
-            "gids, or offer a token"
+            "no session in another namespace than one's own, but for `public`: that is open to "
+            "admins and to tenancy.public_writers"
+        )
+
+    def _by_peer(self, peer: Peer) -> str:
+        members: list[NamespaceRule | Tenant] = [*self._rules, *self._tenants]
+        for rule in members:
+            if peer.uid in rule.uids:
+                return rule.name
+        for rule in members:
+            if not set(peer.gids).isdisjoint(rule.gids):
+                return rule.name
+        if peer.uid in (os.getuid(), 0):
+            return DEFAULT_NAMESPACE
+        raise AuthError(
+            f"uid {peer.uid} belongs to no namespace; add it to a tenant's uids or gids "
+            "(docs/tenants.md), or offer a token"
         )
 
     def by_token(self, token: bytes) -> str:
@@ -78,8 +119,16 @@ class Access:
         token = token.strip()
         # every token is compared, so that time tells nothing about which ones exist
         names = [name for name, held in self._tokens if hmac.compare_digest(held, token)]
+        digest = token_digest(token)
+        for tenant in self._tenants:
+            held = self._files.get(tenant.token_file or "")
+            if held is not None and hmac.compare_digest(held, token):
+                names.append(tenant.name)
+            for known in tenant.token_sha256:
+                if hmac.compare_digest(known, digest):
+                    names.append(tenant.name)
         if not names:
-            raise AuthError("the token belongs to no namespace; see [[namespaces]] token_file")
+            raise AuthError("the token belongs to no namespace; ask for a new one")
         return names[0]
 
 

@@ -24,6 +24,7 @@ from kvd.eviction import Policy, factory
 from kvd.server.config import Config
 from kvd.server.counters import Counters
 from kvd.server.remembering import read_memory
+from kvd.server.tenantrules import Tenant
 
 __all__ = ["Opened", "SpecRegistry", "check_arena_path", "open_core", "policy_of"]
 
@@ -96,7 +97,12 @@ def policy_of(config: Config) -> Callable[[], Policy]:
         ) from None
 
 
-def core_config(config: Config, arena: ArenaOwner, tiers: Sequence[TierConfig] = ()) -> CoreConfig:
+def core_config(
+    config: Config,
+    arena: ArenaOwner,
+    tiers: Sequence[TierConfig] = (),
+    tenants: Sequence[Tenant] = (),
+) -> CoreConfig:
     return CoreConfig(
         instance=config.instance,
         epoch=arena.epoch,
@@ -120,6 +126,8 @@ def core_config(config: Config, arena: ArenaOwner, tiers: Sequence[TierConfig] =
         low=config.watermarks[1],
         transient_share=config.transient_share,
         room_wait_ns=int(config.room_wait_s * NS),
+        isolate=config.isolation,
+        tenants=tuple((tenant.name, tenant.rules) for tenant in tenants),
     )
 
 
@@ -129,10 +137,11 @@ def open_core(
     namespaces: Sequence[str],
     counters: Counters,
     tiers: Sequence[TierConfig] = (),
+    tenants: Sequence[Tenant] = (),
 ) -> Opened:
     """A core over the arena, with what was adopted in it."""
     begun = time.monotonic()
-    core = Core(core_config(config, arena, tiers), policy_of(config))
+    core = Core(core_config(config, arena, tiers, tenants), policy_of(config))
     core.ask_room(arena.reserve_records)
     core.grow(arena.reserved)
     registry = SpecRegistry(arena, core, counters)

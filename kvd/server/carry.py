@@ -134,7 +134,7 @@ class Carrier:
         action.request.result(action.result)  # type: ignore[attr-defined]
 
     def _fail(self, action: ac.Fail) -> None:
-        action.request.fail(action.code, action.message)  # type: ignore[attr-defined]
+        action.request.fail(action.code, action.message, action.retry_ns)  # type: ignore[attr-defined]
 
     # -- records --------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from typing import Any
 from kvd.errors import ConfigError
 from kvd.server.settings import SETTINGS, NamespaceRule, Setting, find_setting
 from kvd.server.sizes import format_size
+from kvd.server.tenantrules import Tenant, shown_tenant
 from kvd.wire.paths import default_socket
 
 __all__ = ["Config", "load_config", "resolved_toml", "shown_settings"]
@@ -37,7 +38,7 @@ _OTHER_WORDS = {
     "daemon.log_level": ("verbos", "debug"),
     "eviction.policy": ("evict", "lru", "replacement"),
     "limits.sessions": ("client", "connection"),
-    "namespaces": ("tenant", "user"),
+    "tenants": ("tenant", "user", "quota"),
 }
 
 
@@ -118,12 +119,18 @@ class Config:
     trace_record: str | None
     trace_limit: int
     namespaces: tuple[NamespaceRule, ...]
+    tenants: tuple[Tenant, ...]
+    isolation: bool
+    public_writers: tuple[str, ...]
+    tenants_file: str | None
+    tenant_metrics: int
     admin_uids: tuple[int, ...]
     admin_group: str
     tcp_endpoint: str | None
     tcp_secret_key_file: str | None
     tcp_clients_file: str | None
     tcp_heartbeat_s: float
+    file: str | None = None  # the configuration file
     origins: Mapping[str, str] = field(default_factory=dict)  # dotted name -> where from
 
     @property
@@ -178,7 +185,7 @@ def load_config(
             raise _refusal(setting, raw[setting.name], origins[setting.name], refused) from None
     if values["socket"] is None:
         values["socket"] = default_socket()
-    config = Config(**values, origins=origins)
+    config = Config(**values, file=file, origins=origins)
     _check_together(config)
     return config
 
@@ -333,8 +340,10 @@ def shown_settings(config: Config) -> list[dict[str, Any]]:
     rows = []
     for setting in SETTINGS:
         value = getattr(config, setting.field)
-        if not setting.key:
+        if setting.name == "namespaces":
             value = [rule._asdict() for rule in value]
+        elif setting.name == "tenants":
+            value = {tenant.name: shown_tenant(tenant) for tenant in value}
         if setting.name in ("tiers.redis.url", "directory.url"):  # a password may stand in it
             value = re.sub(r"//[^@/]*@", "//", value)
         origin = config.origins.get(setting.name, "default")
@@ -363,6 +372,14 @@ def resolved_toml(config: Config) -> str:
         for name, value in rule._asdict().items():
             if value not in (None, ()):
                 lines.append(f"{name} = {_toml_value(value)}")
+    for tenant in config.tenants:
+        name = _toml_value(tenant.name)
+        lines += ["", f"[tenants.{name}]  # {config.origins.get('tenants', 'default')}"]
+        shown = shown_tenant(tenant)
+        lines += [f"{k} = {_toml_value(v)}" for k, v in shown.items() if not isinstance(v, dict)]
+        for tier, _ in tenant.tiers:
+            lines += ["", f"[tenants.{name}.{tier}]"]
+            lines += [f"{k} = {_toml_value(v)}" for k, v in shown[tier].items()]
     return "\n".join(lines) + "\n"
 
 
@@ -371,10 +388,13 @@ def _toml_value(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, int | float):
         return str(int(value)) if value == int(value) else repr(value)
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     # a TOML basic string has JSON's escapes, except for surrogate pairs and DEL
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-assert {setting.field for setting in SETTINGS} == {f.name for f in fields(Config)} - {"origins"}
+assert {setting.field for setting in SETTINGS} == {f.name for f in fields(Config)} - {
+    "file",
+    "origins",
+}

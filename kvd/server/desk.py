@@ -42,7 +42,9 @@ from kvd.server.loop import Loop
 from kvd.server.requests import Request
 from kvd.server.sessions import Route, Session, Sessions
 from kvd.server.tcp import namespace_of_user
+from kvd.server.tenancy import Tenancy
 from kvd.server.transfers import Job, Transfers
+from kvd.telemetry.tenants import capped
 from kvd.tiers.base import Answer, Completion
 from kvd.wire import Limits, common_features
 from kvd.wire import messages as m
@@ -72,6 +74,7 @@ class Desk:
     lockwatch: LockWatch
     loop: Loop
     registry: SpecRegistry
+    tenancy: Tenancy
     sessions: Sessions
     transfers: Transfers
     attach_server: AttachServer | None = None
@@ -81,7 +84,7 @@ class Desk:
 
     def attach(self, request: AttachRequest, peer: Peer) -> Attached:
         self._check_open(request.expected_instance, looks=not request.maps_memory)
-        grant = self.access.grant(peer, request.token)
+        grant = self.access.grant(peer, request.token, request.namespace)
         session = self._open(grant, request.name, request.group_secret, peer, request.maps_memory)
         maps = request.maps_memory
         try:
@@ -220,6 +223,7 @@ class Desk:
         namespace = namespace_of_user(user)
         if message.token is not None:
             namespace = self.access.by_token(message.token)
+        namespace = self.access.choose(namespace, message.namespace, admin=False)
         session = self._open(
             Grant(namespace, False), message.client_name, message.group_secret, None, False
         )
@@ -263,9 +267,18 @@ class Desk:
 
         self.ladder.probe(tier, done, PROBE_S)
 
+    def tenant(self, request: Request, message: m.Tenant) -> None:
+        grant = request.session.grant
+        reply = self.tenancy.carry_out(message, grant, self.carrier.core)
+        request.respond.result(request, reply, ())
+
     def own_stat(self, stat: dict[str, Any], *, admin: bool) -> dict[str, Any]:
         """The core's answer and what only the server knows."""
         counted = self.counters.snapshot()
+        tenants = stat["tenants"]
+        if admin:
+            order = [*self.carrier.core.tenants, *tenants]
+            tenants = capped(tenants, order, self.config.tenant_metrics)
         transfers = self.transfers.counters
         counted["transfers"] = {
             "done": transfers.done,
@@ -277,6 +290,7 @@ class Desk:
         return {
             **stat,
             "tiers": self.ladder.stat(stat["tiers"], admin=admin),
+            "tenants": tenants,
             "version": __version__,
             "pid": os.getpid(),
             "draining": self.draining,
@@ -334,8 +348,8 @@ class _Then:
         self.before(result)
         self.request.result(result)
 
-    def fail(self, code: ErrorCode, message: str) -> None:
-        self.request.fail(code, message)
+    def fail(self, code: ErrorCode, message: str, retry_ns: int = 0) -> None:
+        self.request.fail(code, message, retry_ns)
 
 
 class _StatStep:
@@ -352,5 +366,5 @@ class _StatStep:
             stat["config"] = shown_settings(self.desk.config)
         self.request.result(StatResult(stat))
 
-    def fail(self, code: ErrorCode, message: str) -> None:
-        self.request.fail(code, message)
+    def fail(self, code: ErrorCode, message: str, retry_ns: int = 0) -> None:
+        self.request.fail(code, message, retry_ns)

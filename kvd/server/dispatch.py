@@ -17,6 +17,7 @@ import zmq
 from kvd.chunk import KVSpec
 from kvd.core import events as ev
 from kvd.errors import (
+    Busy,
     DeadlineExceeded,
     ErrorCode,
     KvdError,
@@ -28,6 +29,7 @@ from kvd.errors import (
 )
 from kvd.server.counters import Counters
 from kvd.server.inline import Inline
+from kvd.server.limiter import LIMITED, Limiter
 from kvd.server.recording import Recorder
 from kvd.server.replies import Seen, Taken
 from kvd.server.requests import Request
@@ -119,6 +121,8 @@ class DispatchHost(Protocol):
 
     def tier(self, request: Request, message: m.Tier) -> None: ...
 
+    def tenant(self, request: Request, message: m.Tenant) -> None: ...
+
     def end(self, session: Session, why: str) -> None: ...
 
 
@@ -134,10 +138,12 @@ class Dispatcher:
         counters: Counters,
         limits: Limits,
         epoch: int,
+        limiter: Limiter,
         recorder: Recorder | None = None,
     ) -> None:
         self._recorder = recorder
         self._host = host
+        self._limiter = limiter
         self._sessions = sessions
         self._responder = responder
         self._inline = inline
@@ -154,6 +160,7 @@ class Dispatcher:
             m.Get: self._get,
             m.Stat: self._stat,
             m.Tier: self._tier,
+            m.Tenant: self._tenant,
             m.Hello: self._hello,
         }
 
@@ -235,12 +242,18 @@ class Dispatcher:
             if deadline and deadline <= now and frame.op not in GIVE_BACKS:
                 self._counters.add("requests_expired")
                 raise DeadlineExceeded("the deadline had passed before the request was read")
+            if frame.op in LIMITED:
+                self._limiter.take(session.grant.namespace, now)
             message = m.decode_request(frame.op, frame.body, self._limits, newer=frame.newer)
             self._dispatch(request, message, payload)
         except KvdError as refused:
             if isinstance(refused, ProtocolError | LimitExceeded):
                 self._counters.reason("malformed", refused.code.name.lower())
-            request.fail(refused.code, str(refused))
+            retry_s = 0.0
+            if isinstance(refused, Busy):
+                self._counters.add("requests_delayed")
+                retry_s = refused.retry_after_s
+            request.fail(refused.code, str(refused), int(retry_s * 1e9))
         except Exception as error:  # the boundary of a request: it is answered, the loop goes on
             log.exception("fault in operation %d of session %d", frame.op, session.number)
             self._counters.reason("faults", "request")
@@ -292,6 +305,9 @@ class Dispatcher:
 
     def _tier(self, request: Request, message: m.Tier) -> None:
         self._host.tier(request, message)
+
+    def _tenant(self, request: Request, message: m.Tenant) -> None:
+        self._host.tenant(request, message)
 
     def _wait(self, request: Request, message: m.Wait) -> None:
         deadline = time.monotonic_ns() + message.timeout_ns

@@ -81,6 +81,8 @@ class Inline:
         flags = LookupFlag.LEASE | LookupFlag.LOAD
         if message.flags & GetFlag.EVERY:
             flags |= LookupFlag.EVERY
+        if message.flags & GetFlag.PUBLIC:
+            flags |= LookupFlag.PUBLIC
         step = _Get(self, request, len(message.shards), message.flags)
         self.host.feed(
             ev.Lookup(
@@ -116,9 +118,9 @@ class _Step:
         if self.then is not None:
             self.then(result)
 
-    def fail(self, code: ErrorCode, message: str) -> None:
+    def fail(self, code: ErrorCode, message: str, retry_ns: int = 0) -> None:
         if self.then is not None:
-            self.request.fail(code, message)
+            self.request.fail(code, message, retry_ns)
 
     def _copy_by_worker(
         self, what: str, run: Callable[[], Any], then: Callable[[Any], None]

@@ -179,7 +179,8 @@ class Ladder:
             return t.Delete(action, key, place, action.deadline)
         if isinstance(action, ac.TierScrub):
             memory = bytearray(action.length)
-            return t.Read(action, key, place, memory, action.deadline, use=t.Use.SCRUB)
+            use = t.Use.MOVE if action.keep else t.Use.SCRUB
+            return t.Read(action, key, place, memory, action.deadline, use=use)
         into = self._view[action.offset : action.offset + action.length]
         use = t.Use.PREFETCH if action.ahead else t.Use.LOAD
         return t.Read(action, key, place, into, action.deadline, use=use)

@@ -17,13 +17,13 @@ from typing import NoReturn
 from kvd import __version__
 from kvd.arena import plan
 from kvd.errors import ArenaError, ConfigError
-from kvd.server.access import Access
 from kvd.server.adoption import check_arena_path, policy_of
 from kvd.server.config import Config, load_config, nearest_flag, resolved_toml
 from kvd.server.server import Server, limits_of
 from kvd.server.settings import SETTINGS
 from kvd.server.sizes import format_size
 from kvd.server.tcp import read_clients, read_secret_key
+from kvd.server.tenancy import open_access, open_registry
 from kvd.server.tiers import plan_tiers
 from kvd.wire.paths import attach_path, check_socket_path
 
@@ -117,7 +117,7 @@ def _check(config: Config) -> None:
     check_socket_path(config.socket)
     plan(config.arena_size, config.slab_size)
     check_arena_path(config)
-    Access(config.namespaces, config.admin_uids, config.admin_gid)
+    open_access(config, open_registry(config))
     plan_tiers(config)
     policy_of(config)
     if config.tcp_endpoint is not None:

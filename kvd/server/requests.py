@@ -25,7 +25,7 @@ class Answerable(Protocol):
 
     def result(self, result: Result) -> None: ...
 
-    def fail(self, code: ErrorCode, message: str) -> None: ...
+    def fail(self, code: ErrorCode, message: str, retry_ns: int = 0) -> None: ...
 
 
 class Request:
@@ -58,8 +58,8 @@ class Request:
     def result(self, result: Result) -> None:
         self.respond.result(self, result, ())
 
-    def fail(self, code: ErrorCode, message: str) -> None:
-        self.respond.fail(self, code, message)
+    def fail(self, code: ErrorCode, message: str, retry_ns: int = 0) -> None:
+        self.respond.fail(self, code, message, retry_ns)
 
 
 class Respond(Protocol):
@@ -69,4 +69,4 @@ class Respond(Protocol):
         self, request: Request, result: tuple[Any, ...], payload: Sequence[bytes]
     ) -> None: ...
 
-    def fail(self, request: Request, code: ErrorCode, message: str) -> None: ...
+    def fail(self, request: Request, code: ErrorCode, message: str, retry_ns: int = 0) -> None: ...

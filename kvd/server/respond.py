@@ -86,8 +86,8 @@ class Responder:
             return
         self._finish(request, REPLY, body, payload)
 
-    def fail(self, request: Request, code: ErrorCode, message: str) -> None:
-        self._finish(request, ERROR, encode_error(code, message), ())
+    def fail(self, request: Request, code: ErrorCode, message: str, retry_ns: int = 0) -> None:
+        self._finish(request, ERROR, encode_error(code, message, retry_ns), ())
 
     def _finish(self, request: Request, flags: int, body: bytes, payload: Sequence[bytes]) -> None:
         session = request.session

@@ -20,7 +20,6 @@ import zmq
 from kvd.arena import ArenaOwner
 from kvd.core import events as ev
 from kvd.errors import ConfigError
-from kvd.server.access import Access
 from kvd.server.adoption import check_arena_path, open_core, policy_of
 from kvd.server.attach import AttachServer
 from kvd.server.carry import Carrier
@@ -31,6 +30,7 @@ from kvd.server.dispatch import Dispatcher
 from kvd.server.endpoint import Endpoint
 from kvd.server.inline import Inline
 from kvd.server.ladder import WATCH_S, Ladder
+from kvd.server.limiter import Limiter
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
 from kvd.server.notify import Notifier
@@ -40,6 +40,7 @@ from kvd.server.respond import Responder, new_router
 from kvd.server.sessions import Sessions
 from kvd.server.sizes import format_size
 from kvd.server.tcp import TcpEndpoint, TcpKeys, read_clients, read_secret_key
+from kvd.server.tenancy import Tenancy, open_access, open_registry
 from kvd.server.tiers import plan_directory, plan_tiers
 from kvd.server.transfers import Job, Transfers
 from kvd.wire import DEFAULT_LIMITS, Limits
@@ -89,7 +90,8 @@ class Server:
     def _startup(self) -> None:
         config, undo = self.config, self._undo
         _raise_descriptor_limit()
-        access = Access(config.namespaces, config.admin_uids, config.admin_gid)
+        registry = open_registry(config)
+        access = open_access(config, registry)
         keys = _tcp_keys(config)
         plans = plan_tiers(config)
         policy_of(config)
@@ -129,6 +131,7 @@ class Server:
             access.namespaces + self.tcp_namespaces(keys),
             self.counters,
             [plan.config for plan in plans],
+            registry.tenants(),
         )
         self.keeper = Keeper(
             Path(config.policy_file), config.instance, self.transfers.submit, self.counters
@@ -155,6 +158,7 @@ class Server:
         responder = Responder(
             self.arena.epoch, self.counters, lambda session, why: self.desk.lost(session, why)
         )
+        self.tenancy = Tenancy(registry, access, self.tcp)
         self.desk = Desk(
             config=config,
             access=access,
@@ -167,9 +171,11 @@ class Server:
             lockwatch=self.lockwatch,
             loop=self.loop,
             registry=opened.registry,
+            tenancy=self.tenancy,
             sessions=self.sessions,
             transfers=self.transfers,
         )
+        self.tenancy.host = self.desk
         inline = Inline(self.desk, self.arena, responder, limits)
         recorder = self._record()
         self.dispatcher = Dispatcher(
@@ -180,6 +186,7 @@ class Server:
             self.counters,
             limits,
             self.arena.epoch,
+            Limiter(lambda name: registry.get(name).requests_s),
             recorder,
         )
         self._listen(limits)

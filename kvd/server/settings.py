@@ -8,6 +8,7 @@ and returns the value that the daemon uses, or raises ValueError saying what wou
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from kvd.chunk import check_namespace
 from kvd.errors import BadKey
 from kvd.server.sizes import format_size, parse_size
+from kvd.server.tenantrules import Tenant, parse_tenant
 
 __all__ = ["SETTINGS", "NamespaceRule", "Setting", "find_setting"]
 
@@ -257,6 +259,37 @@ def _rule_from_text(part: str) -> dict[str, object]:
     return entry
 
 
+def tenants(value: object) -> tuple[Tenant, ...]:
+    """A table of tables, or the same as JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "{}")
+        except (ValueError, RecursionError):
+            raise ValueError('not JSON; write {"NAME": {"uids": [1001], …}, …}') from None
+    if not isinstance(value, dict):
+        raise ValueError("give tables [tenants.NAME]")
+    found = tuple(parse_tenant(name, given) for name, given in value.items())
+    for what in ("uids", "curve_keys"):
+        taken: set[object] = set()
+        for tenant in found:
+            if taken.intersection(getattr(tenant, what)):
+                raise ValueError(f"one of {what} of {tenant.name!r} belongs to another tenant too")
+            taken.update(getattr(tenant, what))
+    return found
+
+
+def names(value: object) -> tuple[str, ...]:
+    """Namespaces: a list, or text with commas between."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise ValueError("give a list of names")
+    try:
+        return tuple(check_namespace(text(item)) for item in value)
+    except BadKey as refused:
+        raise ValueError(str(refused)) from None
+
+
 # -- the table ----------------------------------------------------------------------------------
 
 DAY = 86_400.0
@@ -403,6 +436,18 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("namespaces", "", "namespaces", [], namespaces, "RULES",
             "who belongs to which namespace: name=NAME,uids=1001+1002,gids=100,token_file=PATH;… "
             "(the daemon's own uid and root: `default`)"),
+    Setting("tenants", "", "tenants", {}, tenants, "JSON",
+            "what each tenant may have, and who it is (docs/tenants.md): the tables [tenants.NAME] "
+            "and [tenants.NAME.TIER], as JSON"),
+    Setting("tenancy", "isolation", "isolation", True, boolean, "BOOL",
+            "each tenant has a share of each tier; off: one pool, where the coldest goes"),
+    Setting("tenancy", "public_writers", "public_writers", [], names, "NAMES",
+            "namespaces whose members may write in the namespace `public`"),
+    Setting("tenancy", "state_file", "tenants_file", "", maybe_path, "PATH",
+            "where tenants stand that `kvd-cli tenant` adds (default: tenants.json in the "
+            "service's state directory, else beside the configuration file)"),
+    Setting("tenancy", "metrics", "tenant_metrics", 64, count(0, 4096), "N",
+            "tenants that `stat` and metrics tell apart; all further ones are `other` together"),
     Setting("admin", "uids", "admin_uids", [], identifiers, "UIDS",
             "uids with the admin role beside the daemon's own and root"),
     Setting("admin", "group", "admin_group", "", text, "GROUP",

@@ -46,7 +46,8 @@ class TcpEndpoint:
         heartbeat_s: float,
         max_frame: int,
     ) -> None:
-        self._clients = keys.clients
+        self.clients = keys.clients
+        self.added: dict[bytes, str] = {}  # keys of tenants; may be replaced while we run
         self.denied = 0
         self.zap = context.socket(zmq.REP)
         self.zap.setsockopt(zmq.LINGER, 0)
@@ -83,7 +84,7 @@ class TcpEndpoint:
                 return
             request_id = frames[1] if len(frames) > 1 else b""
             key = frames[6] if len(frames) > 6 and frames[5] == b"CURVE" else b""
-            namespace = self._clients.get(key)
+            namespace = self.clients.get(key) or self.added.get(key)
             if namespace is None:
                 self.denied += 1
                 log.warning("tcp: refused a client with an unknown key")

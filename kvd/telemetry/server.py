@@ -32,6 +32,12 @@ _ALL = (
         "requests_expired", _C, "requests", "Requests past their deadline when read; no effect."
     ),
     Metric(
+        "requests_delayed",
+        _C,
+        "requests",
+        "Requests beyond what their tenant may ask for in a second: answered busy, no effect.",
+    ),
+    Metric(
         "malformed",
         _C,
         "messages",
@@ -69,7 +75,7 @@ _ALL = (
         "sessions",
         "Sessions that ended, by what ended them.",
         "reason",
-        ("bye", "process", "connection", "full", "unreachable", "lock", "shutdown"),
+        ("bye", "process", "connection", "full", "unreachable", "lock", "removed", "shutdown"),
     ),
     Metric("registry_failures", _C, "writes", "Specs that a restart may not know any more."),
     Metric(

@@ -44,6 +44,13 @@ _ALL = (
         tenant=True,
     ),
     Metric(
+        "chunks_hit_public",
+        _C,
+        "chunks",
+        "Of chunks_hit, those of the namespace `public`, asked for from another one.",
+        tenant=True,
+    ),
+    Metric(
         "chunks_missed",
         _C,
         "chunks",
@@ -140,6 +147,33 @@ _ALL = (
             "undemoted",
             "transient",
         ),
+        tenant=True,
+    ),
+    Metric(
+        "evictions_suffered",
+        _C,
+        "chunks",
+        "Chunks that the tenant lost for want of another's room, in DRAM or in a tier below.",
+        "where",
+        ("dram", "below"),
+        tenant=True,
+    ),
+    Metric(
+        "evictions_inflicted",
+        _C,
+        "chunks",
+        "Chunks that others lost for this tenant's room.",
+        "where",
+        ("dram", "below"),
+        tenant=True,
+    ),
+    Metric(
+        "evictions_below_minimum",
+        _C,
+        "chunks",
+        "Of evictions_suffered, those while the tenant had no more than its minimum. Always 0.",
+        "where",
+        ("dram", "below"),
         tenant=True,
     ),
     Metric("bytes_evicted", _C, "bytes", "Payload bytes of chunks evicted.", tenant=True),
@@ -264,7 +298,8 @@ _ALL = (
         "chunks",
         "Chunks on their way down, by how it ended. written, present (it was there already); or "
         "dropped without: off (no tier takes writes), unwanted (by the tier's write policy), "
-        "no_time (a store could not wait), and what the tier answered.",
+        "no_time (a store could not wait), over_quota (its tenant has its maximum there), and what "
+        "the tier answered.",
         "result",
         (
             "written",
@@ -272,6 +307,7 @@ _ALL = (
             "off",
             "unwanted",
             "no_time",
+            "over_quota",
             "no_space",
             "too_large",
             "corrupt",
@@ -312,7 +348,7 @@ _ALL = (
         "chunks",
         "Chunks removed from a tier below, by reason.",
         "reason",
-        ("capacity", "demoted", "command", "quarantine"),
+        ("capacity", "quota", "demoted", "command", "quarantine"),
         tenant=True,
     ),
     Metric(
@@ -321,14 +357,15 @@ _ALL = (
         "chunks",
         "Last copies that had to leave a tier below that has another one below it, by what became "
         "of them: written there, or deleted: off (no further tier takes writes, or the payload "
-        "can't be read), unwanted (by its write policy), busy (enough are on their way), and what "
-        "a tier answered.",
+        "can't be read), unwanted (by its write policy), busy (enough are on their way), "
+        "over_quota (its tenant has its maximum there), and what a tier answered.",
         "result",
         (
             "written",
             "off",
             "unwanted",
             "busy",
+            "over_quota",
             "miss",
             "no_space",
             "too_large",
@@ -400,7 +437,16 @@ _ALL = (
         "requests",
         "Requests answered with an error, by code.",
         "code",
-        ("unknown_session", "limit", "spec", "bad_key", "unknown_handle", "auth", "protocol"),
+        (
+            "unknown_session",
+            "limit",
+            "spec",
+            "bad_key",
+            "unknown_handle",
+            "auth",
+            "protocol",
+            "busy",
+        ),
     ),
     # gauges
     Metric("leased_chunks", _G, "chunks", "Chunks under at least one lease."),

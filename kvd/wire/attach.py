@@ -18,10 +18,12 @@ from kvd.wire.versions import MAJOR, MINOR, check_version
 MAGIC = "kvd-attach"
 FDS_PER_ARENA = 2  # arena and table; one lock more for the session
 MAX_ARENAS = 16
+_FIELDS = 10
 
 
 class AttachRequest(NamedTuple):
-    """["kvd-attach", major, minor, name, pid, group_secret, token, expected_instance, maps]"""
+    """["kvd-attach", major, minor, name, pid, group_secret, token, expected_instance, maps], and
+    from 1.4 a namespace behind it"""
 
     major: int
     minor: int
@@ -31,6 +33,7 @@ class AttachRequest(NamedTuple):
     token: bytes | None  # content of a namespace's token file
     expected_instance: str | None
     maps_memory: bool = True
+    namespace: str | None = None  # from 1.4: `public`, for who may write there
 
 
 class ArenaTold(NamedTuple):
@@ -55,7 +58,8 @@ class AttachReply(NamedTuple):
 
 def encode_attach(request: AttachRequest) -> bytes:
     """One datagram. LimitExceeded if it is too long."""
-    return c.pack((MAGIC, *request), ATTACH_BYTES)
+    said = request if request.namespace is not None else request[:-1]  # as 1.0 says it
+    return c.pack((MAGIC, *said), ATTACH_BYTES)
 
 
 def decode_attach(data: bytes) -> AttachRequest:
@@ -67,7 +71,9 @@ def decode_attach(data: bytes) -> AttachRequest:
         raise ProtocolError("not an attach message of kvd")
     major, minor = c.uint(f[1], "major", 256), c.uint(f[2], "minor", 256)
     newer = check_version(major, minor, peer="the client")
-    f = c.fields(f, 9, "attach", newer)
+    if len(f) == _FIELDS - 1:
+        f.append(None)
+    f = c.fields(f, _FIELDS, "attach", newer)
     return AttachRequest(
         major,
         minor,
@@ -77,6 +83,7 @@ def decode_attach(data: bytes) -> AttachRequest:
         c.optional_blob(f[6], "token", TOKEN_BYTES),
         c.optional_text(f[7], "expected_instance", DEFAULT_LIMITS.name),
         c.boolean(f[8], "maps_memory"),
+        c.optional_text(f[9], "namespace", DEFAULT_LIMITS.name),
     )
 
 

@@ -32,6 +32,7 @@ class Op(IntEnum):
     TIER = 19  # from 1.1
     HINT = 20  # from 1.2
     PREFETCH = 21  # from 1.3
+    TENANT = 22  # from 1.4
 
 
 class FrameFlag(IntFlag):
@@ -51,6 +52,7 @@ class LookupFlag(IntFlag):
     LOAD = 2  # with LEASE: also start a transfer of what was leased
     RESERVE_MISSES = 4  # also reserve what follows the leading run (needs fingerprints)
     EVERY = 8  # look at every key; without it the keys after the first miss are SKIPPED
+    PUBLIC = 16  # from 1.4: keys that are missing may be those of the namespace `public`
 
 
 class HintKind(IntEnum):
@@ -67,3 +69,4 @@ class GetFlag(IntFlag):
 
     NONE = 0
     EVERY = 8  # deliver every hit; without it only those of the leading run
+    PUBLIC = 16  # from 1.4: as for a lookup

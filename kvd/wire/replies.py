@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvd.chunk import Outcome
-from kvd.errors import ErrorCode, KvdError, ProtocolError, error_from_wire
+from kvd.errors import Busy, ErrorCode, KvdError, ProtocolError, error_from_wire
 from kvd.wire import codec as c
 from kvd.wire.limits import DEFAULT_LIMITS, Limits, limits_from_wire
 from kvd.wire.ops import Op
@@ -119,6 +119,13 @@ class HintReply(NamedTuple):
     within_ns: int
 
 
+class TenantReply(NamedTuple):
+    """`rows`: one a tenant. `token`: told once, after `add` with a token, and `rotate`."""
+
+    rows: list[dict[str, Any]]
+    token: str | None
+
+
 class DoneReply(NamedTuple):
     pass
 
@@ -137,6 +144,7 @@ Reply = (
     | StatReply
     | TierReply
     | HintReply
+    | TenantReply
     | DoneReply
 )
 
@@ -150,24 +158,30 @@ def encode_reply(result: tuple[Any, ...], limits: Limits = DEFAULT_LIMITS) -> by
     return c.pack(result, limits.body)
 
 
-def encode_error(code: int, message: str) -> bytes:
-    """The body of an error; goes with FrameFlag.REPLY | FrameFlag.ERROR."""
+def encode_error(code: int, message: str, retry_ns: int = 0) -> bytes:
+    """The body of an error; goes with FrameFlag.REPLY | FrameFlag.ERROR. `retry_ns`: from 1.4, only
+    with BUSY."""
     clean = message.encode("utf-8", "replace")[:MAX_MESSAGE].decode("utf-8", "ignore")
-    return c.pack((int(code), clean))
+    return c.pack((int(code), clean, retry_ns) if retry_ns else (int(code), clean))
 
 
 def error_body(error: BaseException) -> bytes:
     """The body for a caught exception. What is not a KvdError is told by its type alone: its text
     may hold what the peer must not see."""
     if isinstance(error, KvdError):
-        return encode_error(error.code, str(error))
+        retry_s = error.retry_after_s if isinstance(error, Busy) else 0.0
+        return encode_error(error.code, str(error), int(retry_s * 1e9))
     return encode_error(ErrorCode.INTERNAL, f"unexpected {type(error).__name__} in the daemon")
 
 
 def decode_error(body: bytes) -> KvdError:
     """The typed error that an error reply stands for."""
-    f = c.fields(c.unpack(body), 2, "error", True)
-    return error_from_wire(c.uint(f[0], "code", c.U32), c.text(f[1], "message", MAX_MESSAGE))
+    found = c.unpack(body)
+    f = c.fields(found, 2, "error", True)
+    code, message = c.uint(f[0], "code", c.U32), c.text(f[1], "message", MAX_MESSAGE)
+    if code == ErrorCode.BUSY:
+        return Busy(message, c.uint(found[2], "retry_ns") / 1e9 if len(found) > 2 else 0.0)
+    return error_from_wire(code, message)
 
 
 def decode_reply(op: int, body: bytes, *, newer: bool = False) -> Reply:
@@ -326,6 +340,10 @@ def _hint(f: list[Any], newer: bool) -> HintReply:
     )
 
 
+def _tenant(f: list[Any], newer: bool) -> TenantReply:
+    return TenantReply(_rows(f[0], "rows"), c.optional_text(f[1], "token", MAX_MESSAGE))
+
+
 def _done(f: list[Any], newer: bool) -> DoneReply:
     return DoneReply()
 
@@ -347,6 +365,7 @@ _DECODERS: dict[int, tuple[str, int, Callable[[list[Any], bool], Reply]]] = {
     Op.STAT: ("stat", 1, _stat),
     Op.TIER: ("tier", 3, _tier),
     Op.HINT: ("hint", 4, _hint),
+    Op.TENANT: ("tenant", 2, _tenant),
     Op.PREFETCH: ("prefetch", 1, _outcomes_only),
     Op.HEARTBEAT: ("heartbeat", 0, _done),
     Op.PUT: ("put", 1, _outcomes_only),

@@ -33,6 +33,7 @@ class Hello(NamedTuple):
     expected_instance: str | None  # answered WRONG_INSTANCE if it is another
     group_secret: bytes | None  # tcp only; over ipc attach carried it
     token: bytes | None  # tcp only: the content of a namespace's token file
+    namespace: str | None = None  # tcp only, from 1.4: `public`, for who may write there
 
 
 class RegisterSpec(NamedTuple):
@@ -180,6 +181,16 @@ class Hint(NamedTuple):
     within_ns: int
 
 
+class Tenant(NamedTuple):
+    """From 1.4. `list` and `show` tell a session about its own tenant, administrators about all;
+    the other commands are theirs. `name`: empty for `list`. `settings`: a map as in the
+    configuration, and `token`, `keep`; for `list` the name `after` which it goes on."""
+
+    command: str  # list, show, add, set, rotate or remove
+    name: str
+    settings: dict[str, Any]
+
+
 class Heartbeat(NamedTuple):
     pass
 
@@ -217,6 +228,7 @@ Request = (
     | Stat
     | Tier
     | Hint
+    | Tenant
     | Heartbeat
     | Put
     | Get
@@ -241,6 +253,7 @@ OP_OF: dict[type, Op] = {
     Stat: Op.STAT,
     Tier: Op.TIER,
     Hint: Op.HINT,
+    Tenant: Op.TENANT,
     Heartbeat: Op.HEARTBEAT,
     Put: Op.PUT,
     Get: Op.GET,
@@ -249,6 +262,7 @@ OP_OF: dict[type, Op] = {
 
 
 TIER_COMMANDS = ("probe", "drain", "scrub")
+TENANT_COMMANDS = ("list", "show", "add", "set", "rotate", "remove")
 
 
 def selector_to_wire(selector: Selector) -> dict[str, Any]:
@@ -268,6 +282,8 @@ def encode_request(message: Request, limits: Limits = DEFAULT_LIMITS) -> bytes:
             selector_to_wire(v) if isinstance(v, Selector) else v for v in message
         )
         return c.pack(values, limits.body)
+    if isinstance(message, Hello) and message.namespace is None:
+        return c.pack(message[:-1], limits.body)  # as 1.0 says it
     return c.pack(message, limits.body)
 
 
@@ -283,7 +299,10 @@ def decode_request(
     if entry is None:
         raise ProtocolError(f"operation {op} is unknown to this version")
     name, count, decode = entry
-    return decode(c.fields(c.unpack(body), count, name, newer), limits)
+    found = c.unpack(body)
+    if op == Op.HELLO and len(found) == count - 1:
+        found.append(None)
+    return decode(c.fields(found, count, name, newer), limits)
 
 
 # -- one decoder an operation ---------------------------------------------------------------------
@@ -307,6 +326,7 @@ def _hello(f: list[Any], limits: Limits) -> Hello:
         c.optional_text(f[3], "expected_instance", limits.name),
         c.optional_blob(f[4], "group_secret", GROUP_BYTES),
         c.optional_blob(f[5], "token", TOKEN_BYTES),
+        c.optional_text(f[6], "namespace", limits.name),
     )
 
 
@@ -365,7 +385,7 @@ def _lookup(f: list[Any], limits: Limits) -> Lookup:
     packed_hashes, keys = c.hashes(hashes, limits)
     named = c.shards(shards, limits)
     c.results(keys, len(named), limits)
-    if type(flags) is not int or not 0 <= flags <= 15:
+    if type(flags) is not int or not 0 <= flags <= 31:
         raise c.wrong("flags", "a sum of lookup flags", flags)
     if flags & _LEASE:
         _duration(lease_ns, "lease_ns", limits.lease_max_ns)
@@ -516,6 +536,17 @@ def _hint(f: list[Any], limits: Limits) -> Hint:
     )
 
 
+def _tenant(f: list[Any], limits: Limits) -> Tenant:
+    command = c.text(f[0], "command", 64)
+    if command not in TENANT_COMMANDS:
+        raise c.wrong("command", "one of " + ", ".join(TENANT_COMMANDS), command)
+    settings = f[2]
+    if type(settings) is not dict or any(type(key) is not str for key in settings):
+        raise c.wrong("settings", "a map with text keys", settings)
+    c.check_nesting(settings, 4, "settings")
+    return Tenant(command, c.text(f[1], "name", limits.name), settings)
+
+
 def _heartbeat(f: list[Any], limits: Limits) -> Heartbeat:
     return Heartbeat()
 
@@ -529,7 +560,7 @@ def _get(f: list[Any], limits: Limits) -> Get:
     shards = c.shards(f[2], limits)
     c.results(keys, len(shards), limits)
     flags = f[5]
-    if type(flags) is not int or flags & ~int(GetFlag.EVERY):
+    if type(flags) is not int or flags & ~int(GetFlag.EVERY | GetFlag.PUBLIC):
         raise c.wrong("flags", "a sum of get flags", flags)
     return Get(
         c.exactly(f[0], "spec", c.HASH_BYTES),
@@ -542,7 +573,7 @@ def _get(f: list[Any], limits: Limits) -> Get:
 
 
 _DECODERS: dict[int, tuple[str, int, Callable[[list[Any], Limits], Request]]] = {
-    Op.HELLO: ("hello", 6, _hello),
+    Op.HELLO: ("hello", 7, _hello),
     Op.REGISTER_SPEC: ("register_spec", 1, _register_spec),
     Op.RESERVE: ("reserve", 11, _reserve),
     Op.COMMIT: ("commit", 3, _commit),
@@ -559,6 +590,7 @@ _DECODERS: dict[int, tuple[str, int, Callable[[list[Any], Limits], Request]]] = 
     Op.STAT: ("stat", 0, _stat),
     Op.TIER: ("tier", 2, _tier),
     Op.HINT: ("hint", 6, _hint),
+    Op.TENANT: ("tenant", 3, _tenant),
     Op.HEARTBEAT: ("heartbeat", 0, _heartbeat),
     Op.PUT: ("put", 11, _put),
     Op.GET: ("get", 6, _get),

@@ -10,12 +10,14 @@ from __future__ import annotations
 from kvd.errors import VersionError
 
 MAJOR = 1
-# 1: a lookup says in which tier its hits lie; operation `tier`. 2: `hint`. 3: `prefetch`
-MINOR = 3
+# 1: a lookup says in which tier its hits lie; operation `tier`. 2: `hint`. 3: `prefetch`.
+# 4: `tenant`, the namespace `public`, the error `busy`
+MINOR = 4
 
 # What this code can do beyond the bare protocol; both sides use the intersection.
 FEATURES: tuple[str, ...] = (
-    "hints", "inline", "lookup-load", "lookup-reserve", "prefetch", "tiers", "trace",
+    "hints", "inline", "lookup-load", "lookup-reserve", "prefetch", "public", "tenants", "tiers",
+    "trace",
 )  # fmt: skip
 
 MAX_FEATURES = 64

@@ -106,6 +106,7 @@ class FakeDaemon:
         self.socket = os.path.join(self.directory, "k")
         tag = os.environ.get("PYTEST_LEAK_MARK", "")[:8]  # for conftest.py's search for leaks
         self.instance = instance or f"fake-{tag}-{os.path.basename(self.directory)}"
+        self.features = FEATURES
         self.limits = limits._replace(chunk_bytes=64 * 1024)
         self.script: Script = lambda seen: None
         self.attach_script: Callable[[AttachRequest], bytes | None] = lambda request: None
@@ -370,7 +371,7 @@ class FakeDaemon:
             result = m.HelloReply(
                 self.instance,
                 "0.0-fake",
-                FEATURES,
+                self.features,
                 time.monotonic_ns(),
                 self.limits,
                 "default",
@@ -386,6 +387,13 @@ class FakeDaemon:
             result = self._end_write(message)
         elif isinstance(message, m.Lookup):
             result = self._lookup(message)
+        elif isinstance(message, m.Prefetch):
+            result = m.OutcomesReply(
+                bytes(
+                    Outcome.OK if all((h, s) in self.chunks for s in message.shards) else
+                    Outcome.MISS for h in split(message.hashes)
+                )
+            )  # fmt: skip
         elif isinstance(message, m.Load):
             result = self._load(message.lease, message.items)
         elif isinstance(message, m.Wait):

@@ -385,6 +385,23 @@ def test_deadlines_and_trace_contexts_travel(fake: FakeDaemon) -> None:
         assert before + 3e9 <= seen.deadline <= time.monotonic_ns() + 3e9
 
 
+def test_a_prefetch_says_of_each_key_what_may_come(fake: FakeDaemon) -> None:
+    with Client(fake.socket) as client:
+        client.put(make_spec(), keys(1)[0], bytes(16), b"x" * SLOT)
+        told = client.prefetch(make_spec(), keys(2), within_s=2.5)
+        assert told == [Outcome.OK, Outcome.MISS]
+        seen = next(s.message for s in fake.seen if isinstance(s.message, m.Prefetch))
+        assert (seen.shards, seen.within) == ((0,), 2_500_000_000)
+        assert client.prefetch(make_spec(), [], within_s=1) == []
+
+
+def test_a_daemon_that_knows_no_prefetch_is_not_asked(fake: FakeDaemon) -> None:
+    fake.features = tuple(name for name in fake.features if name != "prefetch")
+    with Client(fake.socket) as client:
+        assert client.prefetch(make_spec(), keys(2), within_s=1) == [Outcome.SKIPPED] * 2
+        assert not any(isinstance(s.message, m.Prefetch) for s in fake.seen)
+
+
 def test_a_prefaulted_arena_is_gone_through_in_the_background(fake: FakeDaemon) -> None:
     with Client(fake.socket, prefault=True) as client:
         client.info()

@@ -232,12 +232,42 @@ def test_hints_reach_the_tiers_below() -> None:
 
 def test_many_hints_leave_nothing_behind() -> None:
     made, client = full(pin_share=0.5)
-    keeping = made.core._store.keeping
-    for n in range(5000):
+    keeping, timers = made.core._store.keeping, made.core._store.timers
+    for n in range(2000):
         hint(client, chain(n % 4, 8), HintKind.PIN, within=(1 + n % 50) * S)
+        assert sum(map(len, timers._buckets.values())) <= 32
         if n % 100 == 0:
             made.advance(S)
-    assert len(keeping._ends) <= 2 * 32 + 1024 + 32
     made.advance(60 * S)
-    keeping.expire(made.now)
     assert keeping.by_row == {} and keeping.nbytes == 0 and keeping._bytes == {}
+    assert not any(timers._buckets.values())
+
+
+@pytest.mark.parametrize("kind", list(HintKind))
+def test_a_hint_about_many_keys_is_carried_out_in_slices(kind: HintKind) -> None:
+    """Somebody else is served in between; the answer counts all of them."""
+    made = World(1024 * 8 * KIB, 512 * KIB, write_share=1.0, pin_share=1.0, pin_total_share=1.0)
+    client = made.open()
+    client.register(ONE)
+    hashes = chain("long", 1000)
+    for begin in range(0, 1000, 100):
+        parent = hashes[begin - 1] if begin else bytes(32)
+        client.store(ONE, hashes[begin : begin + 100], parent=parent, index0=begin)
+    packed = b"".join([*hashes, *chain("nobody", 50)])
+    event = ev.Hint(client.number, 777, ONE.digest, 1, packed, kind, 0, 60 * S)
+    made.handle(event)
+    slices = 1
+    while 777 not in made.replies:
+        made.handle(ev.Tick())
+        slices += 1
+    answer = made.replies.pop(777)
+    assert isinstance(answer, ac.Reply) and isinstance(answer.result, ac.HintResult)
+    assert answer.result[:3] == (1000, 50, 0)
+    assert slices >= 4
+    made.settle()
+    if kind in (HintKind.SESSION_END, HintKind.PRIORITY):
+        assert len(made.core._store.keeping.by_row) == 0
+        order = list(made.core._store.policy.victims(0, made.now))
+        assert order == sorted(order, key=lambda row: -made.core._store.chunks.index[row])
+    else:
+        assert len(made.core._store.keeping.by_row) == 1000

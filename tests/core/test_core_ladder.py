@@ -126,7 +126,9 @@ def test_a_load_from_below_streams_chunk_by_chunk_in_order() -> None:
 @pytest.mark.parametrize("weight", [1, 3])
 def test_a_flood_of_one_tenant_leaves_the_loads_of_another_their_turns(weight: int) -> None:
     """The flood was there first; the other's chunks come up beside as many of it, by weight."""
-    world = ladder(auto=False, tier={"reads": 1, "first_alone": False}, transient_share=1.0)
+    world = ladder(
+        auto=False, tier={"reads": 1, "first_alone": False}, transient_share=1.0, isolate=False
+    )
     loud, calm, pusher = (world.open(name) for name in ("loud", "calm", "pusher"))
     mine: dict[bytes, str] = {}
     for client, name, count in ((loud, "loud", 8), (calm, "calm", 4), (pusher, "pusher", 16)):

@@ -122,7 +122,7 @@ def test_each_key_is_told_what_becomes_of_it() -> None:
 
 
 def test_no_tenant_takes_all_the_room_for_hints() -> None:
-    world, one = filled(others=1)
+    world, one = filled(others=1, isolate=False)
     assert ahead(one, chain(0, 4)) == [O.OK] * 3 + [O.NO_SPACE]
     two = world.open("two")
     two.register(ONE)

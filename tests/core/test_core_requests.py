@@ -278,7 +278,7 @@ def test_a_fault_leaves_core_and_records_of_one_mind(world: World) -> None:
 def test_a_fault_in_a_later_slice_is_the_answer_of_the_request_that_waits(world: World) -> None:
     client = world.open()
 
-    def fails(size: int) -> Any:
+    def fails(size: int, tenant: int) -> Any:
         yield Pause.SLICE
         raise ZeroDivisionError
 

@@ -102,6 +102,16 @@ def test_while_no_worker_is_to_spare_only_loads_and_deletes_go() -> None:
     assert len(waiting) == 3
 
 
+def test_a_read_on_its_way_to_another_tier_goes_with_writes_and_is_a_read_nevertheless() -> None:
+    waiting = Waiting()
+    move = read(1, Use.MOVE)
+    for job in (read(2, Use.SCRUB), move, write(3)):
+        waiting.put(job)
+    (dropped,) = waiting.drop(Write, Delete)
+    assert isinstance(dropped, Write) and len(waiting) == 2
+    assert taken(waiting)[0] is move
+
+
 def test_deletes_go_together_as_far_as_the_medium_takes_them() -> None:
     waiting = Waiting(delete_batch=3)
     for n in range(5):

@@ -119,7 +119,7 @@ def test_every_operation_has_a_request_and_a_reply() -> None:
         (Op.LOOKUP, lookup(hashes=bytes(33)), ProtocolError, "hashes"),
         (Op.LOOKUP, lookup(hashes="0" * 32), ProtocolError, "hashes"),
         (Op.LOOKUP, lookup(fingerprints=bytes(16)), ProtocolError, "fingerprints"),
-        (Op.LOOKUP, lookup(flags=16), ProtocolError, "flags"),
+        (Op.LOOKUP, lookup(flags=32), ProtocolError, "flags"),
         (Op.LOOKUP, lookup(flags=-1), ProtocolError, "flags"),
         (Op.LOOKUP, lookup(flags=2), ProtocolError, "has to lease"),
         (Op.LOOKUP, lookup(flags=5), ProtocolError, "fingerprints"),
@@ -299,7 +299,7 @@ def test_an_attach_that_is_not_right_is_a_typed_error(
 
 def test_an_attach_of_a_newer_minor_works() -> None:
     """K04"""
-    fields = [*msgpack.unpackb(encode_attach(ATTACH)), "new", 7]
+    fields = [*msgpack.unpackb(encode_attach(ATTACH)), None, "new", 7]
     fields[2] = MINOR + 1
     assert decode_attach(msgpack.packb(fields)) == ATTACH._replace(minor=MINOR + 1)
 

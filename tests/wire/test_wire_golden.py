@@ -11,7 +11,7 @@ import msgpack
 import pytest
 import wire_vectors as vectors
 
-from kvd.errors import ProtocolError
+from kvd.errors import Busy, ProtocolError
 from kvd.wire import HEADER_BYTES, Frame, decode_frame
 from kvd.wire import messages as m
 from kvd.wire.attach import decode_attach, decode_attach_reply
@@ -33,6 +33,20 @@ def test_what_a_minor_version_added_is_what_it_was_on_its_first_day(version: str
         assert m.decode_request(m.OP_OF[type(request)], body) == request
     for name, (op, message) in replies.items():
         assert m.decode_reply(op, bytes.fromhex(golden["replies"][name])) == message
+
+
+def test_attach_names_a_namespace_and_an_error_when_to_ask_again() -> None:
+    attach = bytes.fromhex("9aaa6b76642d6174746163680102a16301c0c405746f6b656ec0c3a67075626c6963")
+    assert decode_attach(attach).namespace == "public"
+    busy = m.decode_error(bytes.fromhex("930fa8746f6f2066617374cd05dc"))
+    assert isinstance(busy, Busy) and busy.retry_after_s == 1.5e-6
+    assert m.encode_error(15, "too fast", 1500).hex() == "930fa8746f6f2066617374cd05dc"
+
+
+def test_an_older_peer_reads_an_error_without_when_to_ask_again() -> None:
+    fields = msgpack.unpackb(m.encode_error(15, "too fast", 1500))
+    busy = m.decode_error(msgpack.packb(fields[:2]))
+    assert isinstance(busy, Busy) and busy.retry_after_s == 0
 
 
 def test_a_lookup_answer_of_1_0_and_one_of_1_1_are_both_understood() -> None:

@@ -179,10 +179,20 @@ REPLIES_1_3: dict[str, tuple[Op, Any]] = {
     "prefetch": (Op.PREFETCH, m.OutcomesReply(b"\x01\x06")),
 }
 
+# What 1.4 added: `golden_1_4.json`.
+REQUESTS_1_4: dict[str, m.Request] = {
+    "tenant": m.Tenant("set", "Büro \u2603", {"dram": {"min": "25%", "max": 4096}, "public": True}),
+    "hello": m.Hello("c", (), 5, None, None, b"token", "public"),
+}
+REPLIES_1_4: dict[str, tuple[Op, Any]] = {
+    "tenant": (Op.TENANT, m.TenantReply([{"name": "a", "tokens": 1}], "told-once")),
+}
+
 ADDED = {
     "1_1": (REQUESTS_1_1, REPLIES_1_1),
     "1_2": (REQUESTS_1_2, REPLIES_1_2),
     "1_3": (REQUESTS_1_3, REPLIES_1_3),
+    "1_4": (REQUESTS_1_4, REPLIES_1_4),
 }
 
 

@@ -116,6 +116,31 @@ def tiers(as_json: bool, quick: bool, directory: str | None) -> None:
 @bench.command()
 @_json
 @_quick
+@click.option(
+    "--trace", metavar="FILE", help="The victim's requests (default: a real hour's third)."
+)
+@click.option("--dir", "directory", metavar="DIR", help="On the disk to measure (default: TMPDIR).")
+@click.option("--plot", metavar="FILE.png", help="Also draw the victim's hits over time.")
+def isolation(
+    as_json: bool, quick: bool, trace: str | None, directory: str | None, plot: str | None
+) -> None:
+    """What a neighbour can do to a tenant: a scan, a burst, a loop, one that wakes up late.
+
+    The victim's index is its hits over those that it has alone on its share; the control is one
+    pool, where the coldest goes.
+    """
+    from kvd.tools.bench.isolation import run_isolation
+
+    _run(
+        as_json,
+        lambda: run_isolation(trace, directory, quick=quick, plot=plot),
+        _isolation_tables,
+    )
+
+
+@bench.command()
+@_json
+@_quick
 @click.option("--gib", type=click.FloatRange(min=0.125), help="Only this size (default: 1, 4, 8).")
 def death(as_json: bool, quick: bool, gib: float | None) -> None:
     """A client is killed that has the whole arena mapped: how long what it held stays taken.
@@ -248,6 +273,26 @@ def _tiers_tables(result: dict[str, Any]) -> list[Table]:
     rest.add_row(
         "nvme's p99 beside a slow tier, over alone", f"{result['slow_tier_p99_ratio']:.2f}"
     )
+    return [table, rest]
+
+
+def _isolation_tables(result: dict[str, Any]) -> list[Table]:
+    table = _table(
+        "the victim beside a neighbour", "neighbour", ">index", ">worst window", ">below minimum",
+        ">one pool", ">p99 of loads",
+    )  # fmt: skip
+    for row in result["scenarios"]:
+        ratio = row["p99_load_ratio"]
+        table.add_row(
+            row["name"],
+            f"{row['index']:.3f}",
+            f"{row['worst_window']:.3f}",
+            str(row["below_min_evictions"]),
+            f"{row['control_index']:.3f}",
+            "-" if ratio is None else f"{ratio:.2f}",
+        )
+    rest = _table("beside an idle neighbour", "", ">")
+    rest.add_row("of the hits with the whole pool", f"{result['work_conserving']:.3f}")
     return [table, rest]
 
 

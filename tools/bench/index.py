@@ -31,7 +31,7 @@ from kvd.chunk import (
 )
 from kvd.core import Core, CoreConfig
 from kvd.core import events as ev
-from kvd.eviction.lru import Lru
+from kvd.eviction import factory
 from kvd.tools.bench.daemon import BenchError
 
 SIZES = (10_000, 1_000_000)
@@ -75,7 +75,7 @@ def child(chunks: int) -> dict[str, Any]:
     spec = _spec()
     config = _config(chunks)
     records = _records(chunks, spec)
-    core = Core(config, Lru)
+    core = Core(config, factory("default"))
     core.grow(config.size)
     sizes = [SLOT] * config.slab_count
     numbers = np.arange(chunks)

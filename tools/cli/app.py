@@ -15,6 +15,7 @@ from kvd.tools.cli.link import Link
 from kvd.tools.cli.options import connection, places
 from kvd.tools.cli.settings import config
 from kvd.tools.cli.status import status
+from kvd.tools.cli.tenant import tenant
 from kvd.tools.cli.tier import tier
 from kvd.tools.cli.units import clean, format_duration
 from kvd.tools.simulate.command import simulate
@@ -131,5 +132,5 @@ def version(
         output.say(f"daemon    {clean(daemon['version'])} (instance {clean(daemon['instance'])})")
 
 
-for _command in (status, inspect, evict, tier, simulate, config, ping, version):
+for _command in (status, inspect, evict, tenant, tier, simulate, config, ping, version):
     cli.add_command(_command)

@@ -23,7 +23,9 @@ from kvd.tools.cli.console import SCHEMA, tolerant
 from kvd.tools.cli.units import clean
 
 DONE, FAILED, USAGE, AWAY, INTERRUPTED = 0, 1, 2, 3, 130
-COMMANDS = ("status", "inspect", "evict", "simulate", "tier", "config", "ping", "version")
+COMMANDS = (
+    "status", "inspect", "evict", "tenant", "tier", "simulate", "config", "ping", "version"
+)  # fmt: skip
 
 
 class Failed(click.ClickException):

@@ -86,7 +86,8 @@ def connection(command: Callable[..., None]) -> Callable[..., None]:
         **rest: Any,
     ) -> None:
         before: dict[str, Any] = ctx.obj or {}  # the same options before the command's name
-        output = Output(ctx.info_name or "", as_json=as_json or before["as_json"])
+        name = ctx.command_path.partition(" ")[2]
+        output = Output(name, as_json=as_json or before["as_json"])
         token_file = token_file or before["token_file"]
         if timeout is None:
             timeout = before["timeout"]

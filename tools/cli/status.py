@@ -194,9 +194,12 @@ def _ladder(book: Book) -> Text | None:
         _said("down", book.reasons("demotions")),
         _said("up", book.reasons("shards_promoted")),
         _said("kept", book.count("chunks_kept") if book.total("chunks_kept") else ""),
+        _said("prefetched", book.reasons("chunks_prefetched")),
+        _said("for these", book.size("prefetch_bytes") if book.total("prefetch_bytes") else ""),
         _said("writes", book.reasons("shards_written", "ok")),
         _said("reads", book.reasons("shards_fetched", "ok")),
         _said("deletes", book.reasons("shards_deleted", "ok", "miss")),
+        _said("further down", book.reasons("descents")),
         _said("evicted below", book.reasons("chunks_evicted_below")),
         _said("scrubbed", book.reasons("shards_scrubbed")),
         _said("moving", book.count("moving") if book.total("moving") else ""),
@@ -215,9 +218,12 @@ _LADDER = (
     "demotions",
     "shards_promoted",
     "chunks_kept",
+    "chunks_prefetched",
+    "prefetch_bytes",
     "shards_written",
     "shards_fetched",
     "shards_deleted",
+    "descents",
     "chunks_evicted_below",
     "shards_scrubbed",
     "moving",
@@ -239,6 +245,7 @@ def _facts(output: Output, book: Book) -> Table:
         ("loads", _loads(book)),
         ("stores", _stores(book)),
         ("evictions", _evictions(book)),
+        ("tenants", _tenants(book)),
         ("policy", _policy(book)),
         ("hints", _hints(book)),
         ("ladder", _ladder(book)),
@@ -280,6 +287,20 @@ def _hits(output: Output, book: Book) -> Text:
     bar = output.bar(hit, asked)
     bar.stylize("green")
     return Text.assemble(bar, f" {100 * hit / asked:.1f} %, {format_count(hit)} chunks")
+
+
+def _tenants(book: Book) -> Text | None:
+    """What tenants take from each other; `kvd-cli tenant list` says which."""
+    tenants = book.stat.get("tenants", {})
+    said = _join(
+        f"{format_count(len(tenants))} told apart" if len(tenants) > 1 else "",
+        _said("evictions for others", book.reasons("evictions_suffered")),
+        _said("below a minimum", book.reasons("evictions_below_minimum")),
+        _said("hits in public", _nonzero(book.total("chunks_hit_public"))),
+        _said("asked to wait", _nonzero(book.total("requests_delayed"))),
+    )
+    book.get("evictions_inflicted")  # the same ones, from the other side
+    return said if said.plain else None
 
 
 def _loads(book: Book) -> Text:
