@@ -100,6 +100,7 @@ class Demotions:
         self._thinning: dict[int, int] = {}  # tenant -> gathers under way for its maximum
         self._thin_after: dict[int, int] = {}  # tenant -> when to try again
         self._through: deque[tuple[int, bytes, Lower]] = deque()
+        self._after: dict[int, list[tuple[int, bytes, Lower]]] = {}  # row -> further tiers
 
     @property
     def busy(self) -> bool:
@@ -128,7 +129,9 @@ class Demotions:
         self._sealed()
         for _ in range(min(_THROUGH, len(self._through), max(0, _MOVES - len(self.by_row)))):
             row, key, lower = self._through.popleft()
-            if store.chunks.space[row] and store.chunks.key_of(row) == key:
+            if row in self.by_row:  # it is on its way to another tier: this one's turn is next
+                self._after.setdefault(row, []).append((row, key, lower))
+            elif store.chunks.space[row] and store.chunks.key_of(row) == key:
                 self._begin(row, lower, "through")
         slabs = store.slabs
         if slabs.blank() < 0:
@@ -439,6 +442,7 @@ class Demotions:
             return
         store, row = self._store, move.row
         del self.by_row[row]
+        self._through.extend(self._after.pop(row, ()))
         move.lower.use.coming[move.tenant] -= move.nbytes
         held = self._held
         if move.why == "demote":
