@@ -26,7 +26,7 @@ from kvd.core.evictions import Evictions
 from kvd.core.fetches import Fetches
 from kvd.core.hints import Hints, check
 from kvd.core.jobs import Jobs, Pause, Work
-from kvd.core.leases import Lease, Leases
+from kvd.core.leases import Lease, Leases, Unknown
 from kvd.core.listing import Listing
 from kvd.core.lower import Lower
 from kvd.core.prefetches import Prefetches
@@ -59,6 +59,7 @@ from kvd.eviction.base import Policy
 
 # plain integers: arithmetic with enum members costs a microsecond on the hot path
 _LEASE, _LOAD = int(ev.LookupFlag.LEASE), int(ev.LookupFlag.LOAD)
+_EVERY = int(ev.LookupFlag.EVERY)
 _RESERVE_MISSES = int(ev.LookupFlag.RESERVE_MISSES)
 _PUBLIC = int(ev.LookupFlag.PUBLIC)
 _EXPIRE_SLICE = 64  # things that fall due looked at in one event
@@ -271,6 +272,22 @@ class Core:
         """When a Tick is due next, ns; None if nothing is."""
         return self._store.timers.next()
 
+    def unknown(self, event: ev.Lookup, tier: int) -> Unknown | None:
+        """Which keys of a lookup nobody here knows anything of, so that somebody else can be asked
+        whether they lie in a tier before the lookup is carried out. Changes nothing. None if
+        there are none, if the tier can't be read now, or if the lookup will be refused."""
+        if not self._store.ladder.lowers[tier].readable:
+            return None
+        try:
+            session = self._checks.session(event.session)
+            space = self._checks.space(session, event.spec, event.kind)
+            shards = self._checks.shards(space, event.shards, self._checks.keys(event.hashes))
+        except KvdError:
+            return None
+        hashes = self._leases.unknown(space, event.hashes)
+        run = space.chained and not event.flags & _EVERY
+        return Unknown(space.namespace_digest, shards, hashes, run) if hashes else None
+
     @property
     def moving(self) -> int:
         """Chunks that are on their way down, or wait for it."""
@@ -437,7 +454,7 @@ class Core:
 
     def _tier_recovered(self, event: ev.TierRecovered) -> None:
         lower = self._store.ladder.lowers[event.tier]
-        found = Found(lower, event.records, event.at, event.generation)
+        found = Found(lower, event.records, event.at, event.generation, event.hint)
         self._jobs.start(self._recovery.slices(found))
 
     def _tier_late(self, number: int) -> None:

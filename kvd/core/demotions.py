@@ -99,6 +99,7 @@ class Demotions:
         self._thinning: dict[int, int] = {}  # tenant -> gathers under way for its maximum
         self._thin_after: dict[int, int] = {}  # tenant -> when to try again
         self._through: deque[tuple[int, bytes, Lower]] = deque()
+        self._after: dict[int, list[tuple[int, bytes, Lower]]] = {}  # row -> further tiers
         self.drains = Drains(store, jobs, self._named, lambda: len(self._through) < _MOVES)
 
     @property
@@ -122,7 +123,9 @@ class Demotions:
         self._sealed()
         for _ in range(min(_THROUGH, len(self._through), max(0, _MOVES - len(self.by_row)))):
             row, key, lower = self._through.popleft()
-            if store.chunks.space[row] and store.chunks.key_of(row) == key:
+            if row in self.by_row:  # it is on its way to another tier: this one's turn is next
+                self._after.setdefault(row, []).append((row, key, lower))
+            elif store.chunks.space[row] and store.chunks.key_of(row) == key:
                 self._begin(row, lower, "through")
         self.drains.pump()
         slabs = store.slabs
@@ -435,6 +438,7 @@ class Demotions:
             return
         store, row = self._store, move.row
         del self.by_row[row]
+        self._through.extend(self._after.pop(row, ()))
         move.lower.use.coming[move.tenant] -= move.nbytes
         held = self._held
         if move.why == "demote":
