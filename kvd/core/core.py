@@ -185,12 +185,6 @@ class Core:
         slots; False if there is none. Not asked: there always is."""
         self._store.slabs.room = room
 
-    def set_weight(self, namespace: str, weight: float) -> None:
-        """A tenant's share of the bandwidth of the tiers below, against the others that want some;
-        1 until it is set. Pre: weight > 0."""
-        self._fetches.set_weight(namespace, weight)
-        self._demotions.set_weight(namespace, weight)
-
     def recall(self, known: Mapping[str, Recollection], now: int) -> list[str]:
         """Take up what policies knew in an earlier life, by tier; of which tiers. Pre: before
         `adopt` and `recover`."""
@@ -367,6 +361,8 @@ class Core:
                 self._prefetches.due(due.number)
             elif due.kind == "room":
                 self._jobs.wake(Pause.DEMOTION)
+            elif due.kind == "hint":
+                self._hints.due(due.number)
             elif due.kind == "pin":
                 self._store.keeping.drop(due.number)
             elif due.kind == "horizon":
@@ -504,10 +500,15 @@ class Core:
         self._weigh(event.namespace)
 
     def _weigh(self, name: str) -> None:
-        """A tenant has the bandwidth of the tiers below by its weight in the first of them."""
-        tenant = self._store.shares.find(name)
-        if tenant is not None and len(self._store.shares.tiers) > 1:
-            self.set_weight(name, self._store.shares.tiers[1].told[tenant].weight)
+        """A tenant has the bandwidth of each tier below by its weight there."""
+        shares = self._store.shares
+        tenant = shares.find(name)
+        if tenant is None:
+            return
+        for number, tier in enumerate(shares.tiers[1:]):
+            weight = tier.told[tenant].weight
+            self._fetches.set_weight(number, name, weight)
+            self._demotions.set_weight(number, name, weight)
 
     def _close_session(self, event: ev.CloseSession) -> None:
         session = self._store.sessions.close(event.session)

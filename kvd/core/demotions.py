@@ -367,10 +367,9 @@ class Demotions:
         nbytes = space.nbytes[cell - store.chunks.cell[row]]
         self._outbox[move.lower.number].push(space.namespace, nbytes, (move, cell))
 
-    def set_weight(self, namespace: str, weight: float) -> None:
-        """A tenant's share of each tier's bandwidth, against others that want some."""
-        for box in self._outbox:
-            box.set_weight(namespace, weight)
+    def set_weight(self, tier: int, namespace: str, weight: float) -> None:
+        """A tenant's share of a tier's bandwidth, against others that want some."""
+        self._outbox[tier].set_weight(namespace, weight)
 
     def _send(self) -> None:
         """Hand writes over, as many as the tier takes at a time."""
