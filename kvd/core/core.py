@@ -386,7 +386,7 @@ class Core:
         self._store.draining = True
         for lower in self._store.ladder.lowers:
             if lower.writable:
-                self._demotions.drain(lower)
+                self._jobs.start(self._draining(lower))
                 break
 
     def _remember(self, event: ev.Remember) -> None:
@@ -406,6 +406,13 @@ class Core:
         """A policy has failed."""
         advice = self._store.policy if lower is None else lower.policy
         self._jobs.later(take_over(self._store, advice, lower))
+
+    def _draining(self, lower: Lower) -> Work[None]:
+        yield from self._demotions.drains.begin(lower)
+
+    def _drain_tier(self, lower: Lower) -> Work[ac.TierResult]:
+        chunks = yield from self._demotions.drains.begin(lower)
+        return ac.TierResult(lower.writable, "" if lower.writable else "degraded", chunks)
 
     # -- tiers below ----------------------------------------------------------------------------
 
@@ -467,9 +474,9 @@ class Core:
             known = ", ".join(low.name for low in self._store.ladder.lowers) or "none"
             raise BadKey(f"tier {event.tier!r} is unknown: {known}")
         if event.command == "drain":
-            chunks = self._demotions.drain(lower)
-            result = ac.TierResult(lower.writable, "" if lower.writable else "degraded", chunks)
-        elif event.command == "scrub":
+            self._start(event, self._drain_tier(lower))
+            return
+        if event.command == "scrub":
             self._scrubs.ask(lower.number)
             result = ac.TierResult(
                 lower.readable, "" if lower.readable else "degraded", lower.chunks
