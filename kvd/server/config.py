@@ -111,6 +111,11 @@ class Config:
     s3_prefix: str
     s3_ttl_s: float
     s3_workers: int
+    directory_url: str
+    directory_password_file: str | None
+    directory_prefix: str
+    directory_ttl_s: float
+    directory_wait_s: float
     trace_record: str | None
     trace_limit: int
     namespaces: tuple[NamespaceRule, ...]
@@ -195,7 +200,10 @@ def _check_together(config: Config) -> None:
     def refuse(name: str, why: str) -> ConfigError:
         setting = find_setting(name)
         assert setting is not None, name
-        return _refusal(setting, getattr(config, setting.field), config.origins[name], why)
+        shown = re.sub(r"//[^@/]*@", "//", str(value := getattr(config, setting.field)))
+        return _refusal(
+            setting, shown if isinstance(value, str) else value, config.origins[name], why
+        )
 
     if config.lease_s > config.lease_max_s:
         raise refuse("limits.lease_s", f"longer than limits.lease_max_s = {config.lease_max_s:g}")
@@ -209,6 +217,8 @@ def _check_together(config: Config) -> None:
         )
     if config.watermarks[0] < config.watermarks[1]:
         raise refuse("tiers.watermarks", "the high one is below the low one")
+    if config.directory_url and not config.s3_bucket:
+        raise refuse("directory.url", "needs tiers.s3.bucket: it tells who has what in that bucket")
     if config.admin_group and _group_id(config.admin_group) is None:
         raise refuse("admin.group", "no such group; give the name or number of one that exists")
     if config.tcp_endpoint is not None:
@@ -334,7 +344,7 @@ def shown_settings(config: Config) -> list[dict[str, Any]]:
             value = [rule._asdict() for rule in value]
         elif setting.name == "tenants":
             value = {tenant.name: shown_tenant(tenant) for tenant in value}
-        if setting.name == "tiers.redis.url":  # a password may stand in it
+        if setting.name in ("tiers.redis.url", "directory.url"):  # a password may stand in it
             value = re.sub(r"//[^@/]*@", "//", value)
         origin = config.origins.get(setting.name, "default")
         rows.append({"name": setting.name, "value": value, "origin": origin})
