@@ -9,7 +9,8 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 # Where `make demo` writes its figures as JSON: make demo JSON=out.json
 JSON ?=
-# What `make demo` answers from besides memory: make demo TIERS=dram,nvme (or ,s3 with KVD_S3_...)
+# What `make demo` answers from besides memory: make demo TIERS=dram,nvme,s3. Without KVD_S3_... a
+# server of its own is started; what that needs comes with the tests' tools.
 TIERS ?=
 # Which engine `make demo` uses: transformers, or vllm (make demo ENGINE=vllm)
 ENGINE ?= transformers

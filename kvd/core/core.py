@@ -26,7 +26,7 @@ from kvd.core.evictions import Evictions
 from kvd.core.fetches import Fetches
 from kvd.core.hints import Hints, check
 from kvd.core.jobs import Jobs, Pause, Work
-from kvd.core.leases import Lease, Leases
+from kvd.core.leases import Lease, Leases, Unknown
 from kvd.core.listing import Listing
 from kvd.core.lower import Lower
 from kvd.core.prefetches import Prefetches
@@ -59,6 +59,7 @@ from kvd.eviction.base import Policy
 
 # plain integers: arithmetic with enum members costs a microsecond on the hot path
 _LEASE, _LOAD = int(ev.LookupFlag.LEASE), int(ev.LookupFlag.LOAD)
+_EVERY = int(ev.LookupFlag.EVERY)
 _RESERVE_MISSES = int(ev.LookupFlag.RESERVE_MISSES)
 _PUBLIC = int(ev.LookupFlag.PUBLIC)
 _EXPIRE_SLICE = 64  # things that fall due looked at in one event
@@ -184,12 +185,6 @@ class Core:
         slots; False if there is none. Not asked: there always is."""
         self._store.slabs.room = room
 
-    def set_weight(self, namespace: str, weight: float) -> None:
-        """A tenant's share of the bandwidth of the tiers below, against the others that want some;
-        1 until it is set. Pre: weight > 0."""
-        self._fetches.set_weight(namespace, weight)
-        self._demotions.set_weight(namespace, weight)
-
     def recall(self, known: Mapping[str, Recollection], now: int) -> list[str]:
         """Take up what policies knew in an earlier life, by tier; of which tiers. Pre: before
         `adopt` and `recover`."""
@@ -271,6 +266,22 @@ class Core:
         """When a Tick is due next, ns; None if nothing is."""
         return self._store.timers.next()
 
+    def unknown(self, event: ev.Lookup, tier: int) -> Unknown | None:
+        """Which keys of a lookup nobody here knows anything of, so that somebody else can be asked
+        whether they lie in a tier before the lookup is carried out. Changes nothing. None if
+        there are none, if the tier can't be read now, or if the lookup will be refused."""
+        if not self._store.ladder.lowers[tier].readable:
+            return None
+        try:
+            session = self._checks.session(event.session)
+            space = self._checks.space(session, event.spec, event.kind)
+            shards = self._checks.shards(space, event.shards, self._checks.keys(event.hashes))
+        except KvdError:
+            return None
+        hashes = self._leases.unknown(space, event.hashes)
+        run = space.chained and not event.flags & _EVERY
+        return Unknown(space.namespace_digest, shards, hashes, run) if hashes else None
+
     @property
     def moving(self) -> int:
         """Chunks that are on their way down, or wait for it."""
@@ -350,6 +361,8 @@ class Core:
                 self._prefetches.due(due.number)
             elif due.kind == "room":
                 self._jobs.wake(Pause.DEMOTION)
+            elif due.kind == "hint":
+                self._hints.due(due.number)
             elif due.kind == "pin":
                 self._store.keeping.drop(due.number)
             elif due.kind == "horizon":
@@ -373,7 +386,7 @@ class Core:
         self._store.draining = True
         for lower in self._store.ladder.lowers:
             if lower.writable:
-                self._demotions.drain(lower)
+                self._jobs.start(self._draining(lower))
                 break
 
     def _remember(self, event: ev.Remember) -> None:
@@ -393,6 +406,13 @@ class Core:
         """A policy has failed."""
         advice = self._store.policy if lower is None else lower.policy
         self._jobs.later(take_over(self._store, advice, lower))
+
+    def _draining(self, lower: Lower) -> Work[None]:
+        yield from self._demotions.drains.begin(lower)
+
+    def _drain_tier(self, lower: Lower) -> Work[ac.TierResult]:
+        chunks = yield from self._demotions.drains.begin(lower)
+        return ac.TierResult(lower.writable, "" if lower.writable else "degraded", chunks)
 
     # -- tiers below ----------------------------------------------------------------------------
 
@@ -430,7 +450,7 @@ class Core:
 
     def _tier_recovered(self, event: ev.TierRecovered) -> None:
         lower = self._store.ladder.lowers[event.tier]
-        found = Found(lower, event.records, event.at, event.generation)
+        found = Found(lower, event.records, event.at, event.generation, event.hint)
         self._jobs.start(self._recovery.slices(found))
 
     def _tier_late(self, number: int) -> None:
@@ -454,9 +474,9 @@ class Core:
             known = ", ".join(low.name for low in self._store.ladder.lowers) or "none"
             raise BadKey(f"tier {event.tier!r} is unknown: {known}")
         if event.command == "drain":
-            chunks = self._demotions.drain(lower)
-            result = ac.TierResult(lower.writable, "" if lower.writable else "degraded", chunks)
-        elif event.command == "scrub":
+            self._start(event, self._drain_tier(lower))
+            return
+        if event.command == "scrub":
             self._scrubs.ask(lower.number)
             result = ac.TierResult(
                 lower.readable, "" if lower.readable else "degraded", lower.chunks
@@ -480,10 +500,15 @@ class Core:
         self._weigh(event.namespace)
 
     def _weigh(self, name: str) -> None:
-        """A tenant has the bandwidth of the tiers below by its weight in the first of them."""
-        tenant = self._store.shares.find(name)
-        if tenant is not None and len(self._store.shares.tiers) > 1:
-            self.set_weight(name, self._store.shares.tiers[1].told[tenant].weight)
+        """A tenant has the bandwidth of each tier below by its weight there."""
+        shares = self._store.shares
+        tenant = shares.find(name)
+        if tenant is None:
+            return
+        for number, tier in enumerate(shares.tiers[1:]):
+            weight = tier.told[tenant].weight
+            self._fetches.set_weight(number, name, weight)
+            self._demotions.set_weight(number, name, weight)
 
     def _close_session(self, event: ev.CloseSession) -> None:
         session = self._store.sessions.close(event.session)

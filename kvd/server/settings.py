@@ -417,6 +417,17 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("tiers.s3", "ttl_s", "s3_ttl_s", 0, number(0, 3660 * DAY, "seconds"), "SECONDS",
             "objects are deleted after this; 0: only when the limit is reached"),
     Setting("tiers.s3", "workers", "s3_workers", 16, count(1, 256), "N", "requests at a time"),
+    Setting("directory", "url", "directory_url", "", text, "URL",
+            "redis://, rediss:// or unix://: a directory that the daemons of one bucket share, who "
+            "has which chunk there; empty: off"),
+    Setting("directory", "password_file", "directory_password_file", "", maybe_path, "PATH",
+            "file with its password"),
+    Setting("directory", "prefix", "directory_prefix", "kvd", text, "TEXT",
+            "of all its keys: equal for all daemons that share it"),
+    Setting("directory", "ttl_s", "directory_ttl_s", DAY, number(1, 366 * DAY, "seconds"),
+            "SECONDS", "an entry ends this long after the chunk was last stored or read"),
+    Setting("directory", "wait_s", "directory_wait_s", 0.1, number(0.001, 10, "seconds"), "SECONDS",
+            "how long a lookup waits for it at most; then what is not known here is a miss"),
     Setting("trace", "record", "trace_record", "", maybe_path, "PATH",
             "record requests here for kvd-cli simulate: times, lengths and keyed hashes of blocks, "
             "no tokens; empty: off"),

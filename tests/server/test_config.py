@@ -229,10 +229,11 @@ def test_the_resolved_configuration_gives_itself_again(tmp_path: Path) -> None:
         "redis://host:1/0?db=1&password=sEcret",
     ],
 )
-def test_a_password_in_a_url_is_not_shown(tmp_path: Path, url: str) -> None:
-    config = load(tmp_path, f'[tiers.redis]\nurl = "{url}"\n')
-    assert config.redis_url == url
-    (row,) = [row for row in shown_settings(config) if row["name"] == "tiers.redis.url"]
+@pytest.mark.parametrize("section", ["tiers.redis", "directory"])
+def test_a_password_in_a_url_is_not_shown(tmp_path: Path, section: str, url: str) -> None:
+    text = f'[{section}]\nurl = "{url}"\n[tiers.s3]\nbucket = "b"\n'
+    config = load(tmp_path, text)
+    (row,) = [row for row in shown_settings(config) if row["name"] == f"{section}.url"]
     for shown in (resolved_toml(config), row["value"]):
         assert "host:1/0" in shown
         assert not re.search("sE|ret@|cret", shown.replace("secret_key_file", ""))
