@@ -9,7 +9,8 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 # Where `make demo` writes its figures as JSON: make demo JSON=out.json
 JSON ?=
-# What `make demo` answers from besides memory: make demo TIERS=dram,nvme (or ,s3 with KVD_S3_...)
+# What `make demo` answers from besides memory: make demo TIERS=dram,nvme,s3. Without KVD_S3_... a
+# server of its own is started; what that needs comes with the tests' tools.
 TIERS ?=
 # Which engine `make demo` uses: transformers, or vllm (make demo ENGINE=vllm)
 ENGINE ?= transformers
@@ -114,11 +115,12 @@ demo-vllm: $(VLLM)/.kvd
 bench-engine: $(VLLM)/.kvd  ## kvd-bench engine: what the connector costs vLLM, and what it saves
 	$(VLLM)/bin/kvd-bench engine
 
-bench: $(VENV)/.dev  ## kvd-bench: data, control, index and tiers
+bench: $(VENV)/.dev  ## kvd-bench: data, control, index, tiers and policy
 	$(VENV)/bin/kvd-bench data
 	$(VENV)/bin/kvd-bench control
 	$(VENV)/bin/kvd-bench index
 	$(VENV)/bin/kvd-bench tiers
+	$(VENV)/bin/kvd-bench policy
 
 clean:  ## remove what was built; the virtual environment and the prepared model stay
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo

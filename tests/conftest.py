@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
+from servers import aws_keys, redis_server, seaweed  # noqa: F401  (fixtures)
 
 # Settings of the person who runs the tests must not steer the daemons that the tests start.
 for _name in [n for n in os.environ if n.startswith("KVD_")]:

@@ -352,12 +352,14 @@ class PooledTier(Tier):
             self._failed(_as_refused(error))
             with self._lock:
                 breaker.failure(self._clock())
+                self._watch.notify()  # it may wait for nothing: there is a next time now
             return
         except Exception as error:
             log.exception("tier %s: a probe went wrong", self.name)
             self._failed(failed(Reason.OTHER, f"{type(error).__name__}: {error}"))
             with self._lock:
                 breaker.failure(self._clock())
+                self._watch.notify()  # it may wait for nothing: there is a next time now
             return
         with self._lock:
             breaker.success()

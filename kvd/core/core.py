@@ -26,13 +26,14 @@ from kvd.core.evictions import Evictions
 from kvd.core.fetches import Fetches
 from kvd.core.hints import Hints, check
 from kvd.core.jobs import Jobs, Pause, Work
-from kvd.core.leases import Lease, Leases
+from kvd.core.leases import Lease, Leases, Unknown
 from kvd.core.listing import Listing
 from kvd.core.lower import Lower
 from kvd.core.prefetches import Prefetches
 from kvd.core.recollection import Part, Recollection, parts
 from kvd.core.recovery import Found, Recovery
 from kvd.core.reserves import Request, Reserves
+from kvd.core.reuses import Reuses
 from kvd.core.rooms import Rooms
 from kvd.core.scrubs import Scrubs
 from kvd.core.sealing import Seals
@@ -59,6 +60,7 @@ from kvd.eviction.base import Policy
 
 # plain integers: arithmetic with enum members costs a microsecond on the hot path
 _LEASE, _LOAD = int(ev.LookupFlag.LEASE), int(ev.LookupFlag.LOAD)
+_EVERY = int(ev.LookupFlag.EVERY)
 _RESERVE_MISSES = int(ev.LookupFlag.RESERVE_MISSES)
 _PUBLIC = int(ev.LookupFlag.PUBLIC)
 _EXPIRE_SLICE = 64  # things that fall due looked at in one event
@@ -105,6 +107,7 @@ class Core:
         self._hints = Hints(self._store)
         self._adoption = Adoption(self._store, self._writes, self._jobs)
         self._recovery = Recovery(self._store, self._jobs, self._adoption)
+        self._reuses = Reuses(config)
         self._store.policy.begin_load = lambda: self._take_over(None)
         for lower in self._store.ladder.lowers:
             lower.policy.begin_load = partial(self._take_over, lower)
@@ -163,6 +166,8 @@ class Core:
                 self._refuse(event, error)
             if len(store.touches) > _TOUCH_LIMIT:
                 store.apply_touches(TOUCH_SLICE)
+            if self._reuses.crowded():
+                self._reuses.apply()
             if store.layered:
                 self._demotions.pump()
                 self._fetches.pump()
@@ -183,12 +188,6 @@ class Core:
         """`room(slab, slot_size)`: take memory for the slab's records before it is cut into such
         slots; False if there is none. Not asked: there always is."""
         self._store.slabs.room = room
-
-    def set_weight(self, namespace: str, weight: float) -> None:
-        """A tenant's share of the bandwidth of the tiers below, against the others that want some;
-        1 until it is set. Pre: weight > 0."""
-        self._fetches.set_weight(namespace, weight)
-        self._demotions.set_weight(namespace, weight)
 
     def recall(self, known: Mapping[str, Recollection], now: int) -> list[str]:
         """Take up what policies knew in an earlier life, by tier; of which tiers. Pre: before
@@ -263,6 +262,8 @@ class Core:
         store = self._store
         if self._jobs.busy or store.touches or store.husks or self._seals.waiting:
             return True
+        if self._reuses.waiting:
+            return True
         return store.layered and bool(
             store.fleeting or self._fetches.stalled or self._demotions.busy
         )
@@ -270,6 +271,22 @@ class Core:
     def next_deadline(self) -> int | None:
         """When a Tick is due next, ns; None if nothing is."""
         return self._store.timers.next()
+
+    def unknown(self, event: ev.Lookup, tier: int) -> Unknown | None:
+        """Which keys of a lookup nobody here knows anything of, so that somebody else can be asked
+        whether they lie in a tier before the lookup is carried out. Changes nothing. None if
+        there are none, if the tier can't be read now, or if the lookup will be refused."""
+        if not self._store.ladder.lowers[tier].readable:
+            return None
+        try:
+            session = self._checks.session(event.session)
+            space = self._checks.space(session, event.spec, event.kind)
+            shards = self._checks.shards(space, event.shards, self._checks.keys(event.hashes))
+        except KvdError:
+            return None
+        hashes = self._leases.unknown(space, event.hashes)
+        run = space.chained and not event.flags & _EVERY
+        return Unknown(space.namespace_digest, shards, hashes, run) if hashes else None
 
     @property
     def moving(self) -> int:
@@ -304,7 +321,7 @@ class Core:
     def stat(self, namespace: str | None = None) -> dict[str, Any]:
         """Sections of plain values; with a namespace, only its own tenant's."""
         uptime = self._store.now - (self._begun or 0)
-        return stat(
+        shown = stat(
             self._store,
             self._leases,
             self._writes,
@@ -317,6 +334,7 @@ class Core:
                 "records_waiting": self._recovery.waiting,
             },
         )
+        return {**shown, "reuse": self._reuses.stat(namespace)}
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -350,6 +368,8 @@ class Core:
                 self._prefetches.due(due.number)
             elif due.kind == "room":
                 self._jobs.wake(Pause.DEMOTION)
+            elif due.kind == "hint":
+                self._hints.due(due.number)
             elif due.kind == "pin":
                 self._store.keeping.drop(due.number)
             elif due.kind == "horizon":
@@ -367,13 +387,14 @@ class Core:
         left = store.apply_touches(TOUCH_SLICE)
         if left > 0:
             store.sweep(64)
-            self._jobs.step()
+            if not self._jobs.step():
+                self._reuses.apply()
 
     def _drain(self, event: ev.Drain) -> None:
         self._store.draining = True
         for lower in self._store.ladder.lowers:
             if lower.writable:
-                self._demotions.drain(lower)
+                self._jobs.start(self._draining(lower))
                 break
 
     def _remember(self, event: ev.Remember) -> None:
@@ -393,6 +414,13 @@ class Core:
         """A policy has failed."""
         advice = self._store.policy if lower is None else lower.policy
         self._jobs.later(take_over(self._store, advice, lower))
+
+    def _draining(self, lower: Lower) -> Work[None]:
+        yield from self._demotions.drains.begin(lower)
+
+    def _drain_tier(self, lower: Lower) -> Work[ac.TierResult]:
+        chunks = yield from self._demotions.drains.begin(lower)
+        return ac.TierResult(lower.writable, "" if lower.writable else "degraded", chunks)
 
     # -- tiers below ----------------------------------------------------------------------------
 
@@ -430,7 +458,7 @@ class Core:
 
     def _tier_recovered(self, event: ev.TierRecovered) -> None:
         lower = self._store.ladder.lowers[event.tier]
-        found = Found(lower, event.records, event.at, event.generation)
+        found = Found(lower, event.records, event.at, event.generation, event.hint)
         self._jobs.start(self._recovery.slices(found))
 
     def _tier_late(self, number: int) -> None:
@@ -454,9 +482,9 @@ class Core:
             known = ", ".join(low.name for low in self._store.ladder.lowers) or "none"
             raise BadKey(f"tier {event.tier!r} is unknown: {known}")
         if event.command == "drain":
-            chunks = self._demotions.drain(lower)
-            result = ac.TierResult(lower.writable, "" if lower.writable else "degraded", chunks)
-        elif event.command == "scrub":
+            self._start(event, self._drain_tier(lower))
+            return
+        if event.command == "scrub":
             self._scrubs.ask(lower.number)
             result = ac.TierResult(
                 lower.readable, "" if lower.readable else "degraded", lower.chunks
@@ -480,10 +508,15 @@ class Core:
         self._weigh(event.namespace)
 
     def _weigh(self, name: str) -> None:
-        """A tenant has the bandwidth of the tiers below by its weight in the first of them."""
-        tenant = self._store.shares.find(name)
-        if tenant is not None and len(self._store.shares.tiers) > 1:
-            self.set_weight(name, self._store.shares.tiers[1].told[tenant].weight)
+        """A tenant has the bandwidth of each tier below by its weight there."""
+        shares = self._store.shares
+        tenant = shares.find(name)
+        if tenant is None:
+            return
+        for number, tier in enumerate(shares.tiers[1:]):
+            weight = tier.told[tenant].weight
+            self._fetches.set_weight(number, name, weight)
+            self._demotions.set_weight(number, name, weight)
 
     def _close_session(self, event: ev.CloseSession) -> None:
         session = self._store.sessions.close(event.session)
@@ -565,6 +598,7 @@ class Core:
                 "may; commit some, and ask again",
                 _RETRY_S,
             )
+        self._reuses.note(space, event.hashes, self._store.now, stored=True)
         self._start(event, self._reserves.reserve(session, ask))
 
     def _write(self, event: ev.Commit | ev.Abort) -> tuple[Write, list[int]]:
@@ -627,6 +661,8 @@ class Core:
             self._public(space, flags),
         )
         lease = looked.lease
+        if flags & _LEASE:
+            self._reuses.note(space, event.hashes, self._store.now)
         load = None
         if lease is not None and flags & _LOAD:
             load = self._transfers.load(lease, None, shards)

@@ -325,12 +325,13 @@ class TierScrubbedTo(NamedTuple):
 
 class TierRecovered(NamedTuple):
     """What an earlier life, or another daemon, left in a tier: records (IDENTITY_DTYPE) that hold,
-    and the place of each."""
+    and the place of each. `hint`: hearsay, so what does not fit is passed over and not deleted."""
 
     tier: int
     records: NDArray[Any]
     at: NDArray[Any]
     generation: NDArray[Any]
+    hint: bool = False
 
 
 class HintKind(IntEnum):

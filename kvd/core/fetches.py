@@ -21,10 +21,11 @@ from kvd.core import columns as col
 from kvd.core.actions import TierDelete, TierRead
 from kvd.core.events import TierAnswer
 from kvd.core.evictions import Evictions
+from kvd.core.fetch import Batch, Fetch
 from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.lower import Lower, TierJob
 from kvd.core.store import Store
-from kvd.fair import FairQueue, Ticket
+from kvd.fair import FairQueue
 
 if TYPE_CHECKING:
     from kvd.core.transfers import Transfer, Transfers
@@ -33,42 +34,6 @@ _SLICE = 64  # transients let go in one event
 _PATIENCE_NS = 5_000_000, 200_000_000  # between two looks for room for what is read ahead
 
 _OUTCOMES = {TierAnswer.TIMEOUT: Outcome.DEADLINE, TierAnswer.CORRUPT: Outcome.CORRUPT}
-
-
-class Batch:
-    """What one load asked for together."""
-
-    __slots__ = ("landed", "started")
-
-    def __init__(self) -> None:
-        self.started = 0
-        self.landed = False
-
-
-class Fetch:
-    """One shard on its way up."""
-
-    __slots__ = (
-        "ahead", "batch", "beside", "cell", "lower", "record", "row", "tenant", "ticket",
-        "transient", "tried", "waiting",
-    )  # fmt: skip
-
-    def __init__(self, cell: int, row: int, lower: Lower, batch: Batch, tenant: str) -> None:
-        self.cell = cell
-        self.row = row
-        self.lower = lower
-        self.batch = batch
-        self.tenant = tenant  # who asked first: it is that one's turn
-        self.tried = 0  # bits of tiers that did not have it
-        self.record = -1
-        self.transient = 0  # bytes counted for it
-        self.waiting: list[tuple[Transfer, int]] = []
-        self.ahead = 0  # when it is of no use any more, ns; 0: it is not read ahead
-        self.beside = False  # its read under way counts among those that nobody waited for
-        self.ticket: Ticket[Fetch] | None = None
-
-    def wanted(self, now: int) -> bool:
-        return self.ahead > now or any(not transfer.cancelled for transfer, _ in self.waiting)
 
 
 class Fetches:
@@ -150,10 +115,10 @@ class Fetches:
         queues = self._ahead if fetch.ahead else self._queues
         fetch.ticket = queues[fetch.lower.number].push(fetch.tenant, nbytes, fetch)
 
-    def set_weight(self, namespace: str, weight: float) -> None:
-        """A tenant's share of each tier's bandwidth, against others that want some."""
-        for queue in (*self._queues, *self._ahead):
-            queue.set_weight(namespace, weight)
+    def set_weight(self, tier: int, namespace: str, weight: float) -> None:
+        """A tenant's share of a tier's bandwidth, against others that want some."""
+        for queues in (self._queues, self._ahead):
+            queues[tier].set_weight(namespace, weight)
 
     def pump(self) -> None:
         """Keep the tiers busy."""

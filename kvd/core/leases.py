@@ -60,6 +60,16 @@ class Looked(NamedTuple):
     tiers: bytes = b""  # by key; empty: all in DRAM
 
 
+class Unknown(NamedTuple):
+    """Keys of a lookup that are not known here at all, in the order asked. `run`: only a leading
+    run counts, so behind the first that nobody has no other matters."""
+
+    namespace_digest: bytes
+    shards: tuple[int, ...]
+    hashes: list[bytes]
+    run: bool
+
+
 class Leases:
     """All leases by number."""
 
@@ -145,6 +155,15 @@ class Leases:
             space.hits -= borrowed
             public.hits += borrowed
         return Looked(outcomes, leading, lease, tiers)
+
+    def unknown(self, space: Space, hashes: bytes) -> list[bytes]:
+        """Keys that no tier has anything of, and that nobody writes now."""
+        chunks = self._store.chunks
+        rows = space.get_many(hashes)
+        known = chunks.np_ready[rows].astype(np.int64) + chunks.np_below[rows]
+        known += chunks.np_writing[rows] + chunks.np_bad[rows]
+        missing = np.flatnonzero((rows < 0) | (known == 0)).tolist()
+        return [hashes[32 * n : 32 * n + 32] for n in missing]
 
     # -- the namespace `public` -----------------------------------------------------------------
 

@@ -36,9 +36,12 @@ class Found(NamedTuple):
     records: NDArray[Any]
     at: NDArray[Any]
     generation: NDArray[Any]
+    hint: bool = False  # hearsay: what does not fit is passed over
 
     def some(self, which: Any) -> Found:
-        return Found(self.lower, self.records[which], self.at[which], self.generation[which])
+        return self._replace(
+            records=self.records[which], at=self.at[which], generation=self.generation[which]
+        )
 
 
 class Recovery:
@@ -105,6 +108,8 @@ class Recovery:
                 store.grow_queues()
                 result.append((space, mine))
             else:
+                if mine.hint:
+                    continue
                 copy = Found(
                     mine.lower, mine.records.copy(), mine.at.copy(), mine.generation.copy()
                 )
@@ -113,6 +118,8 @@ class Recovery:
 
     def _reject(self, found: Found, reason: str) -> None:
         """Of no use: deleted there."""
+        if found.hint:
+            return
         store = self._store
         store.counters.own["records_rejected", reason] += len(found.at)
         within = found.lower.config.write_ns

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from kvd.chunk import REF_DTYPE, Outcome
 from kvd.core import columns as col
 from kvd.core.actions import LoadResult, Reply, Verify, WaitResult
-from kvd.core.fetches import Batch, Fetches
+from kvd.core.fetch import Batch
+from kvd.core.fetches import Fetches
 from kvd.core.leases import Lease
 from kvd.core.store import Store
 

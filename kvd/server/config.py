@@ -111,6 +111,11 @@ class Config:
     s3_prefix: str
     s3_ttl_s: float
     s3_workers: int
+    directory_url: str
+    directory_password_file: str | None
+    directory_prefix: str
+    directory_ttl_s: float
+    directory_wait_s: float
     trace_record: str | None
     trace_limit: int
     namespaces: tuple[NamespaceRule, ...]
@@ -195,7 +200,10 @@ def _check_together(config: Config) -> None:
     def refuse(name: str, why: str) -> ConfigError:
         setting = find_setting(name)
         assert setting is not None, name
-        return _refusal(setting, getattr(config, setting.field), config.origins[name], why)
+        shown = _without_password(str(value := getattr(config, setting.field)))
+        return _refusal(
+            setting, shown if isinstance(value, str) else value, config.origins[name], why
+        )
 
     if config.lease_s > config.lease_max_s:
         raise refuse("limits.lease_s", f"longer than limits.lease_max_s = {config.lease_max_s:g}")
@@ -209,6 +217,8 @@ def _check_together(config: Config) -> None:
         )
     if config.watermarks[0] < config.watermarks[1]:
         raise refuse("tiers.watermarks", "the high one is below the low one")
+    if config.directory_url and not config.s3_bucket:
+        raise refuse("directory.url", "needs tiers.s3.bucket: it tells who has what in that bucket")
     if config.admin_group and _group_id(config.admin_group) is None:
         raise refuse("admin.group", "no such group; give the name or number of one that exists")
     if config.tcp_endpoint is not None:
@@ -325,6 +335,14 @@ def _by_other_words(word: str, form: Any) -> str | None:
 # -- shown --------------------------------------------------------------------------------------
 
 
+_URLS = ("tiers.redis.url", "directory.url")  # a password may stand in them
+
+
+def _without_password(url: str) -> str:
+    """Less all that stands before an @ (a password may hold a / or @ unquoted), or in the query."""
+    return re.sub(r"([?&](?:username|password)=)[^&]*", r"\1***", re.sub(r"//.*@", "//", url))
+
+
 def shown_settings(config: Config) -> list[dict[str, Any]]:
     """Every setting as a row of name, value (plain: it travels in `stat`) and origin."""
     rows = []
@@ -334,15 +352,16 @@ def shown_settings(config: Config) -> list[dict[str, Any]]:
             value = [rule._asdict() for rule in value]
         elif setting.name == "tenants":
             value = {tenant.name: shown_tenant(tenant) for tenant in value}
-        if setting.name == "tiers.redis.url":  # a password may stand in it
-            value = re.sub(r"//[^@/]*@", "//", value)
+        if setting.name in _URLS:
+            value = _without_password(value)
         origin = config.origins.get(setting.name, "default")
         rows.append({"name": setting.name, "value": value, "origin": origin})
     return rows
 
 
 def resolved_toml(config: Config) -> str:
-    """The whole configuration as a kvd.toml that would give it again, each origin beside it."""
+    """The whole configuration as a kvd.toml that would give it again (less a password in a URL),
+    each origin beside it."""
     lines: list[str] = []
     section = None
     for setting in SETTINGS:
@@ -352,6 +371,8 @@ def resolved_toml(config: Config) -> str:
             section = setting.section
             lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
         value = getattr(config, setting.field)
+        if setting.name in _URLS:
+            value = _without_password(value)
         origin = config.origins.get(setting.name, "default")
         note = f"{format_size(value)}, {origin}" if setting.metavar == "SIZE" and value else origin
         if value is None:

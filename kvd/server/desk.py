@@ -35,6 +35,7 @@ from kvd.server.attach import Attached, AttachServer
 from kvd.server.carry import Carrier
 from kvd.server.config import Config, shown_settings
 from kvd.server.counters import Counters
+from kvd.server.directory import SharedDirectory
 from kvd.server.ladder import Ladder
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
@@ -67,6 +68,7 @@ class Desk:
     arena: ArenaOwner
     carrier: Carrier
     counters: Counters
+    directory: SharedDirectory | None
     ladder: Ladder
     limits: Limits
     lockwatch: LockWatch
@@ -283,6 +285,8 @@ class Desk:
             "failed": transfers.failed,
             "stuck": transfers.stuck,
         }
+        if self.directory is not None and admin:
+            stat["directory"] = self.directory.stat()
         return {
             **stat,
             "tiers": self.ladder.stat(stat["tiers"], admin=admin),
@@ -305,6 +309,9 @@ class Desk:
     # -- for inline transfers -------------------------------------------------------------------
 
     def feed(self, event: Any) -> None:
+        directory = self.directory
+        if directory is not None and type(event) is ev.Lookup and directory.ask_first(event):
+            return
         self.carrier.feed(event)
 
     def submit(self, job: Job) -> None:

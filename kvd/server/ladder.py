@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,20 @@ import numpy as np
 from kvd.chunk import namespace_digest
 from kvd.core import actions as ac
 from kvd.core import events as ev
+from kvd.core.shares import TierShare
 from kvd.server.tiers import TierPlan
 from kvd.server.transfers import Job, Transfers
 from kvd.tiers import base as t
+from kvd.tiers.backend import Refused
 
 __all__ = ["Ladder"]
 
 log = logging.getLogger(__name__)
 
 NS = 1_000_000_000
+RECOVER_S = 0.2  # between looks at a tier that is away and has still to tell what lies there
+RECOVER_AGAIN_S = 5.0
+JOIN_S = 2.0
 WATCH_S = 0.2  # how late a tier's change of health is noticed where no completion tells of it
 
 
@@ -43,12 +48,15 @@ class Ladder:
         self.tiers: list[t.Tier] = []
         self.reports: list[t.ProbeReport] = []
         self.feed: Callable[[Any], None] = lambda event: None
+        self.completed: Callable[[Any, t.Completion], None] | None = None  # told before the core
         self._view = view
         self._cursors = [
             plan.cursor or beside.with_name(f"{beside.name}.scrub-{plan.config.name}")
             for plan in plans
         ]
         self.news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = threading.Event()
+        self._askers: list[threading.Thread] = []
         self._news: deque[tuple[int, t.Recovered]] = deque()
         self._transfers: Transfers | None = None
         self._jobs: list[list[t.Job]] = [[] for _ in plans]
@@ -72,7 +80,7 @@ class Ladder:
         self._resume_scrubs()
         for number, tier in enumerate(self.tiers):
             if tier.by_key:
-                self._recover_later(number, tier.recover())
+                self._recover_later(number)
                 continue
             begun = time.monotonic()
             batches = list(tier.recover())
@@ -89,20 +97,43 @@ class Ladder:
         if self.tiers:
             core.recovered()
 
-    def _recover_later(self, number: int, batches: Iterator[t.Recovered]) -> None:
-        """A thread of its own asks, for a server may take its time."""
+    def _recover_later(self, number: int) -> None:
+        """A thread of its own asks, for a server may take its time: again and again until it has
+        told everything, for it may be away now. What it tells twice is known the second time."""
+        tier = self.tiers[number]
 
         def ask() -> None:
-            try:
-                for batch in batches:
-                    self._news.append((number, batch))
-                    if self.news >= 0:
-                        os.eventfd_write(self.news, 1)
-            except Exception:  # the boundary of a thread: the tier serves without the rest
-                log.exception("tier %s: what lies there is not known in full", tier.name)
+            while not self._closing.is_set():
+                if not tier.readable:
+                    self._closing.wait(RECOVER_S)
+                    continue
+                try:
+                    told = 0
+                    for batch in tier.recover():
+                        told += len(batch.at)
+                        self._tell(number, batch)
+                        if self._closing.is_set():
+                            return
+                except Refused as refused:
+                    log.warning("tier %s: what lies there is not known yet: %s", tier.name, refused)
+                    self._closing.wait(RECOVER_AGAIN_S)
+                except Exception:  # the boundary of a thread: the tier serves without the rest
+                    log.exception("tier %s: what lies there is not known in full", tier.name)
+                    return
+                else:
+                    log.info("tier %s: %d records told", tier.name, told)
+                    return
 
-        tier = self.tiers[number]
-        threading.Thread(target=ask, name=f"kvd-recover-{tier.name}", daemon=True).start()
+        thread = threading.Thread(target=ask, name=f"kvd-recover-{tier.name}", daemon=True)
+        self._askers.append(thread)
+        thread.start()
+
+    def _tell(self, number: int, batch: t.Recovered) -> None:
+        self._news.append((number, batch))
+        try:
+            os.eventfd_write(self.news, 1)
+        except BlockingIOError:  # the counter is full, so it is readable
+            pass
 
     def hear(self) -> None:
         """Take what was recovered meanwhile. Called when `news` is readable."""
@@ -116,16 +147,20 @@ class Ladder:
 
     def close(self) -> None:
         """Let go of all media; what was under way is answered, to nobody."""
+        self._closing.set()
         for tier in self.tiers:
             tier.close()
         self.completions.take()  # they hold views of the arena
         self.completions.close()
+        for thread in self._askers:
+            thread.join(JOIN_S)
         os.close(self.news)
         self.news = -1
 
-    def set_weight(self, namespace: str, weight: float) -> None:
-        """A tenant's share of each tier's bandwidth. Pre: started; weight > 0."""
+    def weigh(self, namespace: str, shares: Mapping[str, TierShare]) -> None:
+        """A tenant has the bandwidth of each tier by its weight there. Pre: started."""
         for tier in self.tiers:
+            weight = shares[tier.name].weight if tier.name in shares else 1.0
             tier.set_weight(namespace_digest(namespace), weight)
 
     # -- from the core --------------------------------------------------------------------------
@@ -193,6 +228,8 @@ class Ladder:
                 self.feed(self._event(token, done))
                 self._kept.pop(token.job, None)  # not wanted any more
             else:
+                if self.completed is not None:
+                    self.completed(token, done)
                 self.feed(self._event(token, done))
         self.watch()
 

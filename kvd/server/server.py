@@ -41,7 +41,7 @@ from kvd.server.sessions import Sessions
 from kvd.server.sizes import format_size
 from kvd.server.tcp import TcpEndpoint, TcpKeys, read_clients, read_secret_key
 from kvd.server.tenancy import Tenancy, open_access, open_registry
-from kvd.server.tiers import plan_tiers
+from kvd.server.tiers import plan_directory, plan_tiers
 from kvd.server.transfers import Job, Transfers
 from kvd.wire import DEFAULT_LIMITS, Limits
 
@@ -122,6 +122,9 @@ class Server:
         self.ladder = Ladder(plans, self.arena.view, Path(config.arena_base))
         undo.callback(self.ladder.close)
         self.ladder.start()
+        self.directory = plan_directory(config, plans)
+        if self.directory is not None:
+            undo.callback(self.directory.close)
         opened = open_core(
             config,
             self.arena,
@@ -140,6 +143,9 @@ class Server:
         self.ladder.feed = self.carrier.feed
         self.ladder.recover(opened.core, self.carrier.run, self.transfers)
         self.ladder.watch()
+        if self.directory is not None:
+            self.directory.core, self.directory.feed = opened.core, self.carrier.feed
+            self.ladder.completed = self.directory.completed
         self.adopted = opened
         self.lockwatch = LockWatch(
             lambda public_id: self.desk.lock_is_free(public_id),
@@ -152,7 +158,7 @@ class Server:
         responder = Responder(
             self.arena.epoch, self.counters, lambda session, why: self.desk.lost(session, why)
         )
-        self.tenancy = Tenancy(registry, access, self.tcp)
+        self.tenancy = Tenancy(registry, access, self.tcp, self.ladder.weigh)
         self.desk = Desk(
             config=config,
             access=access,
@@ -160,6 +166,7 @@ class Server:
             carrier=self.carrier,
             ladder=self.ladder,
             counters=self.counters,
+            directory=self.directory,
             limits=limits,
             lockwatch=self.lockwatch,
             loop=self.loop,
@@ -253,6 +260,8 @@ class Server:
             loop.add_socket(self.tcp.socket, self._tcp_ready)
         loop.watch(self.ladder.completions.fileno(), lambda events: self.ladder.drain())
         loop.watch(self.ladder.news, lambda events: self.ladder.hear())
+        if (directory := self.directory) is not None:
+            loop.watch(directory.news, lambda events: directory.hear())
         loop.watch(self.transfers.wakeup, lambda events: self.transfers.drain())
         loop.on_signals(STOP_SIGNALS, self._on_signal)
 
@@ -270,6 +279,8 @@ class Server:
         self.loop.every(1.0, self.transfers.watch)
         if self.ladder.tiers:
             self.loop.every(WATCH_S, self.ladder.watch)
+        if self.directory is not None:
+            self.loop.every(min(WATCH_S, self.config.directory_wait_s / 2), self.directory.watch)
         if self.config.eviction_keep_s:
             self.loop.every(
                 self.config.eviction_keep_s, lambda now: self.carrier.feed(ev.Remember())

@@ -417,6 +417,17 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("tiers.s3", "ttl_s", "s3_ttl_s", 0, number(0, 3660 * DAY, "seconds"), "SECONDS",
             "objects are deleted after this; 0: only when the limit is reached"),
     Setting("tiers.s3", "workers", "s3_workers", 16, count(1, 256), "N", "requests at a time"),
+    Setting("directory", "url", "directory_url", "", text, "URL",
+            "redis://, rediss:// or unix://: a directory that the daemons of one bucket share, who "
+            "has which chunk there; empty: off"),
+    Setting("directory", "password_file", "directory_password_file", "", maybe_path, "PATH",
+            "file with its password"),
+    Setting("directory", "prefix", "directory_prefix", "kvd", text, "TEXT",
+            "of all its keys: equal for all daemons that share it"),
+    Setting("directory", "ttl_s", "directory_ttl_s", DAY, number(1, 366 * DAY, "seconds"),
+            "SECONDS", "an entry ends this long after the chunk was last stored or read"),
+    Setting("directory", "wait_s", "directory_wait_s", 0.1, number(0.001, 10, "seconds"), "SECONDS",
+            "how long a lookup waits for it at most; then what is not known here is a miss"),
     Setting("trace", "record", "trace_record", "", maybe_path, "PATH",
             "record requests here for kvd-cli simulate: times, lengths and keyed hashes of blocks, "
             "no tokens; empty: off"),
@@ -434,7 +445,8 @@ SETTINGS: tuple[Setting, ...] = (
             "namespaces whose members may write in the namespace `public`"),
     Setting("tenancy", "state_file", "tenants_file", "", maybe_path, "PATH",
             "where tenants stand that `kvd-cli tenant` adds (default: tenants.json in the "
-            "service's state directory, else beside the configuration file)"),
+            "service's state directory, else CONFIG.tenants.json, else kvd/tenants.json where the "
+            "user's state is; tenants-NAME.json for another instance)"),
     Setting("tenancy", "metrics", "tenant_metrics", 64, count(0, 4096), "N",
             "tenants that `stat` and metrics tell apart; all further ones are `other` together"),
     Setting("admin", "uids", "admin_uids", [], identifiers, "UIDS",

@@ -7,11 +7,12 @@ configured; what is missing is named with the extra that brings it.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.core import TierConfig, WritePolicy
 from kvd.errors import ConfigError
@@ -19,7 +20,12 @@ from kvd.server.config import Config
 from kvd.tiers.base import Completions, Tier
 from kvd.tiers.pool import PoolConfig, PooledTier
 
-__all__ = ["TierPlan", "plan_tiers"]
+if TYPE_CHECKING:
+    from kvd.server.directory import SharedDirectory
+
+__all__ = ["TierPlan", "plan_directory", "plan_tiers"]
+
+log = logging.getLogger(__name__)
 
 NS = 1_000_000_000
 
@@ -42,6 +48,37 @@ def plan_tiers(config: Config) -> list[TierPlan]:
     if config.s3_bucket:
         plans.append(_s3(config))
     return plans
+
+
+def plan_directory(config: Config, plans: list[TierPlan]) -> SharedDirectory | None:
+    """The directory of the bucket, checked; None if none is configured. ConfigError."""
+    if not config.directory_url:
+        return None
+    _needs("redis", "directory.url", "redis")
+    from kvd.server.directory import SharedDirectory
+    from kvd.tiers.redis import Directory, RedisConfig
+
+    directory = Directory(
+        RedisConfig(
+            config.directory_url,
+            _installation(config),
+            0,
+            config.directory_prefix,
+            config.directory_password_file,
+            config.directory_ttl_s,
+            timeout_s=config.directory_wait_s,
+            connections=2,
+        )
+    )
+    try:
+        if not directory.check():
+            log.warning("directory: away for now: %s", directory.last_error)
+    except ConfigError:
+        directory.close()
+        raise
+    tier = next(n for n, plan in enumerate(plans) if plan.config.name == "s3")
+    where = f"s3://{config.s3_bucket}/{config.s3_prefix.strip('/')}"
+    return SharedDirectory(directory, tier, where, config.directory_wait_s)
 
 
 def _installation(config: Config) -> str:

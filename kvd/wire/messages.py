@@ -26,6 +26,7 @@ from kvd.wire.replies import (
     encode_reply,
     error_body,
 )
+from kvd.wire.requested import decode_request
 from kvd.wire.requests import (
     LEVELS,
     OP_OF,
@@ -53,7 +54,6 @@ from kvd.wire.requests import (
     Tenant,
     Tier,
     Wait,
-    decode_request,
     encode_request,
 )
 

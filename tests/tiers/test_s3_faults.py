@@ -331,11 +331,17 @@ def test_an_endpoint_that_is_away_is_degraded_within_bounds_and_heals(aws_keys: 
         port = held.getsockname()[1]
     began = time.monotonic()
     start = S3Config("bkt", "one", 8 * MIB, endpoint=f"http://127.0.0.1:{port}", addressing="path")
-    it = Rig(S3Backend(start), "s3").start()
+    it = Rig(S3Backend(start), "s3", CONFIG).start()
     assert time.monotonic() - began < 9 and it.tier.state is State.DEGRADED
     assert "can't be reached" in it.tier.stat().last_error
     assert it.one(Chunk(1).write(), 1).answer is Answer.OFF
+    asked = it.tier.stat().notes["requests"]
+    it.until(lambda: it.tier.stat().notes["requests"] > asked + 8)  # without traffic
+    fake = FakeS3(port)
+    it.until(lambda: it.tier.state is State.READY)
+    assert it.one(Chunk(1).write()).answer is Answer.OK
     it.close()
+    fake.close()
 
 
 def test_an_endpoint_that_says_nothing_costs_a_deadline_and_no_more(fake: FakeS3, it: Rig) -> None:
@@ -424,6 +430,19 @@ def test_a_time_to_live_ends_objects(fake: FakeS3) -> None:
     assert it.one(Chunk(9).write()).answer is Answer.OK
     assert len(fake.objects) == 1 and it.tier.usage().chunks == 1
     it.close()
+
+
+def test_what_was_deleted_behind_its_back_counts_no_more_and_is_nobodys(fake: FakeS3) -> None:
+    one, two = rig(fake), rig(fake, installation="two")
+    chunk = Chunk(1)
+    one.one(chunk.write())
+    fake.objects.clear()
+    assert one.one(chunk.read()).answer is Answer.MISS
+    assert one.tier.usage().used_bytes == 0 and one.tier.stat().notes["vanished"] == 1
+    assert two.one(chunk.write()).answer is Answer.OK
+    assert one.one(chunk.delete()).answer is Answer.MISS and the_object(fake)
+    one.close()
+    two.close()
 
 
 def test_recovery_tells_whole_pages_and_owns_only_its_own(fake: FakeS3) -> None:

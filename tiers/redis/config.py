@@ -34,7 +34,7 @@ class RedisConfig(NamedTuple):
 
 def shown(url: str) -> str:
     """The URL without what is secret in it."""
-    return re.sub(r"//[^@/]*@", "//", url).partition("?")[0]
+    return re.sub(r"//.*@", "//", url).partition("?")[0]
 
 
 def connect(config: RedisConfig) -> Any:
@@ -77,9 +77,9 @@ def ask(what: str, call: Callable[[], T]) -> T:
     try:
         return call()
     except redis.AuthenticationError as error:
-        raise failed(
-            Reason.CREDENTIALS, f"{what}: the password is not accepted", permanent=True
-        ) from error
+        asks = re.search("authentication required|already authenticated", str(error), re.I)
+        why = "it asks for a password" if asks else "the password is not accepted"
+        raise failed(Reason.CREDENTIALS, f"{what}: {why}", permanent=True) from error
     except redis.ReadOnlyError as error:
         raise failed(Reason.READ_ONLY, f"{what}: a read-only replica", permanent=True) from error
     except redis.OutOfMemoryError as error:

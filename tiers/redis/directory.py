@@ -6,6 +6,9 @@ depends on Redis: away, full or flushed, every answer is "not known", and within
 
     <prefix>:d1:<sha256 of the key>   hash: field <owner id hex> -> packed Entry; expires
 
+An entry lives for `ttl_s` after it was told last: at a store, and whenever anybody has read the
+chunk and seen that it holds. What nobody wants is forgotten here before it is deleted there.
+
 Calls block for at most `timeout_s`, so they belong into a worker thread. After a failure the
 directory is left alone for a moment and answers at once.
 """
@@ -20,10 +23,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from kvd.chunk import HEADER_BYTES, ChunkHeader
+from kvd.errors import ConfigError
 from kvd.tiers.backend import Refused
-from kvd.tiers.base import Key
+from kvd.tiers.base import Answer, Key
 from kvd.tiers.breaker import Breaker, BreakerConfig, BreakerState
-from kvd.tiers.redis.config import RedisConfig, ask, connect
+from kvd.tiers.redis.config import RedisConfig, ask, connect, shown
 
 T = TypeVar("T")
 _HEAD = struct.Struct("<4sH")
@@ -70,31 +74,56 @@ class Directory:
         self._clock = clock
         self._lock = threading.Lock()
         self._breaker = Breaker(BreakerConfig(failures=1, max_pause_ns=10_000_000_000))
-        self.counters = {"told": 0, "hits": 0, "misses": 0, "healed": 0, "unavailable": 0, "bad": 0}
+        self.counters = {
+            "told": 0, "untold": 0, "hits": 0, "misses": 0, "healed": 0, "forgotten": 0,
+            "unavailable": 0, "bad": 0,
+        }  # fmt: skip
         self.last_error = ""
+
+    def check(self) -> bool:
+        """See whether it answers. ConfigError for what only an operator can mend; False if it is
+        merely away: it heals by itself."""
+        try:
+            ask("PING", self._client.ping)
+        except Refused as refused:
+            if refused.permanent:
+                where = shown(self._config.url)
+                raise ConfigError(f"directory: {where}: {refused.detail}") from refused
+            with self._lock:
+                self._breaker.failure(self._clock())
+                self.last_error = refused.detail
+            return False
+        return True
 
     @property
     def available(self) -> bool:
         return self._breaker.state is BreakerState.CLOSED
 
+    def ping(self) -> bool:
+        """Whether it answers; a directory that was away is asked again when its pause is over."""
+        return bool(self._ask("PING", self._client.ping, default=False))
+
     def tell(self, entries: Sequence[Entry]) -> bool:
-        """These chunks are there, for the directory's time to live. False: could not be told."""
+        """These chunks are there, for the directory's time to live from now: ours, or (a record
+        that was read there names its owner) somebody's. False: could not be told."""
 
         def run() -> None:
             with self._client.pipeline(transaction=False) as pipe:
                 for entry in entries:
                     name = self._name(Key.of(entry.header))
-                    pipe.hset(name, self._field, entry.pack())
+                    owner = entry.header.session
+                    field = owner.hex() if any(owner) else self._field
+                    pipe.hset(name, field, entry.pack())
                     pipe.pexpire(name, self._ttl_ms)
                 pipe.execute()
 
-        done = self._ask("HSET", run, default=None, worked=True)
-        if done:
-            self.counters["told"] += len(entries)
+        done = bool(entries) and self._ask("HSET", run, default=None, worked=True)
+        self.counters["told" if done else "untold"] += len(entries)
         return bool(done)
 
-    def find(self, keys: Sequence[Key]) -> list[Entry | None]:
-        """Who has it, if anybody is known to: another's entry before our own. One round trip."""
+    def find(self, keys: Sequence[Key], where: str | None = None) -> list[Entry | None]:
+        """Who has it, if anybody is known to (`where`: there): another's entry before our own.
+        One round trip."""
 
         def run() -> list[dict[bytes, bytes]]:
             with self._client.pipeline(transaction=False) as pipe:
@@ -105,13 +134,13 @@ class Directory:
 
         nothing: list[dict[bytes, bytes]] = [{} for _ in keys]
         found = self._ask("HGETALL", run, default=nothing) if keys else nothing
-        entries = [self._pick(key, there) for key, there in zip(keys, found, strict=True)]
+        entries = [self._pick(key, there, where) for key, there in zip(keys, found, strict=True)]
         hits = sum(entry is not None for entry in entries)
         self.counters["hits"] += hits
         self.counters["misses"] += len(entries) - hits
         return entries
 
-    def _pick(self, key: Key, there: dict[bytes, bytes]) -> Entry | None:
+    def _pick(self, key: Key, there: dict[bytes, bytes], where: str | None) -> Entry | None:
         own = self._field.encode()
         for field in sorted(there, key=lambda field: (field == own, field)):
             try:
@@ -119,9 +148,10 @@ class Directory:
             except (ValueError, UnicodeDecodeError):
                 self.counters["bad"] += 1
                 continue
-            if Key.of(entry.header) == key:
+            if Key.of(entry.header) != key:
+                self.counters["bad"] += 1
+            elif where is None or entry.where == where:
                 return entry
-            self.counters["bad"] += 1
         return None
 
     def heal(self, keys: Sequence[Key]) -> None:
@@ -146,6 +176,7 @@ class Directory:
 
         if keys:
             self._ask("HDEL", run, default=None)
+            self.counters["forgotten"] += len(keys)
 
     def close(self) -> None:
         self._client.close()
@@ -163,7 +194,10 @@ class Directory:
             answer = ask(what, call)
         except Refused as refused:
             with self._lock:
-                self._breaker.failure(self._clock())
+                if refused.answer is Answer.NO_SPACE:  # full: nothing can be told, all be asked
+                    self._breaker.success()
+                else:
+                    self._breaker.failure(self._clock())
                 self.last_error = refused.detail
                 self.counters["unavailable"] += 1
             return default

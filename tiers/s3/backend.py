@@ -34,7 +34,7 @@ from kvd.tiers.base import (
     Recovered,
     Usage,
 )
-from kvd.tiers.s3.calls import Calls, PreconditionFailed
+from kvd.tiers.s3.calls import Calls, NotThere, PreconditionFailed
 from kvd.tiers.s3.config import S3Config, check, make_client
 from kvd.tiers.s3.guard import Guard
 from kvd.tiers.s3.objects import Body, crc32c, expected, folder, name_of, owner_of, receive
@@ -46,6 +46,14 @@ LARGEST = 5 << 40  # of an object
 MOST_BAD = 4096
 PAGE = 1000
 TOLD = 256  # records in a batch of a recovery
+_AWAY = {
+    Reason.CREDENTIALS,
+    Reason.NOT_FOUND,
+    Reason.SKEW,
+    Reason.SLOW,
+    Reason.THROTTLED,
+    Reason.UNREACHABLE,
+}
 
 
 class _Mine(NamedTuple):
@@ -80,6 +88,7 @@ class S3Backend(Backend):
         self._mine: OrderedDict[str, _Mine] = OrderedDict()  # name -> what we wrote, oldest first
         self._used = 0
         self._bad: OrderedDict[str, str] = OrderedDict()  # name -> ETag that does not hold
+        self._gone: set[str] | None = None  # deleted while a recovery lists
 
     @property
     def engine(self) -> str:
@@ -362,6 +371,9 @@ class S3Backend(Backend):
                         "GetObject", lambda: self._get_whole(name, into, deadline), deadline
                     )
                 return found
+            except NotThere:  # deleted behind our back: our accounts follow
+                self._vanished(name)
+                raise
             except PreconditionFailed:
                 continue  # it was replaced while its ranges came
             except _Broken as broken:
@@ -512,7 +524,15 @@ class S3Backend(Backend):
                     self._forget(name)
         return refused
 
+    def _vanished(self, name: str) -> None:
+        with self._lock:
+            if name in self._mine:
+                self._forget(name)
+                self._calls.notes["vanished"] += 1
+
     def _forget(self, name: str) -> None:
+        if self._gone is not None:
+            self._gone.add(name)
         mine = self._mine.pop(name, None)
         if mine is not None:
             self._used -= mine.nbytes
@@ -560,6 +580,14 @@ class S3Backend(Backend):
 
     def recover(self) -> Iterator[Recovered]:
         """Pages of names, and of each object its record: no payload."""
+        with self._lock:
+            self._gone = set()
+        try:
+            yield from self._listed()
+        finally:
+            self._gone = None
+
+    def _listed(self) -> Iterator[Recovered]:
         left = self._config.most_recovered
         token: str | None = None
         while left > 0:
@@ -592,7 +620,9 @@ class S3Backend(Backend):
         try:
             raw = self._record_bytes(name, NEVER)
             header = ChunkHeader.unpack(raw)
-        except (Refused, ValueError):
+        except (Refused, ValueError) as error:
+            if isinstance(error, Refused) and error.reason in _AWAY:
+                raise  # of the server, not of this object: the recovery is begun again later
             self._calls.notes["bad_records"] += 1
             return None
         if (
@@ -604,8 +634,10 @@ class S3Backend(Backend):
             self._calls.notes["bad_records"] += 1
             return None
         modified = listed["LastModified"]
-        if header.session == self._owner:
-            with self._lock:
+        with self._lock:
+            if self._gone is not None and name in self._gone:
+                return None
+            if header.session == self._owner:
                 if name not in self._mine:
                     self._mine[name] = _Mine(size, modified.timestamp())
                     self._used += size

@@ -71,6 +71,13 @@ class PreconditionFailed(Exception):
     """412: what the request was conditional on is not so."""
 
 
+class NotThere(Refused):
+    """The server says that there is no such object."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(Answer.MISS, detail=f"{what}: not there")
+
+
 class Calls:
     """From any thread. Counts what it does in `notes`."""
 
@@ -157,7 +164,7 @@ def _of_answer(what: str, response: dict[str, Any]) -> Refused:
     if status == 412:
         raise PreconditionFailed
     if code in ("NoSuchKey", "NoSuchUpload") or (status == 404 and code in ("404", "NotFound")):
-        return Refused(Answer.MISS, detail=f"{what}: not there")
+        return NotThere(what)
     reason = _CODES.get(code)
     if reason is None:
         reason = _STATUS.get(status, Reason.IO if status >= 500 else Reason.OTHER)

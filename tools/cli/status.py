@@ -249,6 +249,7 @@ def _facts(output: Output, book: Book) -> Table:
         ("policy", _policy(book)),
         ("hints", _hints(book)),
         ("ladder", _ladder(book)),
+        ("directory", _directory(book.stat.get("directory"))),
         ("leases", _leases(book)),
         ("writes", _writes(book)),
         ("sessions", _sessions(book)),
@@ -460,6 +461,20 @@ def _errors(book: Book) -> Text:
         return Text("none", style="green")
     text.stylize("red" if book.total("faults", "policy_errors") else "yellow")
     return text
+
+
+def _directory(directory: Mapping[str, Any] | None) -> Text | None:
+    """How the directory is that daemons of one bucket share, and what it was asked and told."""
+    if not directory:
+        return None
+    counts = {name: n for name, n in directory.items() if isinstance(n, int) and n}
+    state = clean(directory.get("state", "?"))
+    error = directory.get("last_error")
+    return Text.assemble(
+        (state, "green" if state == "ok" else "yellow"),
+        "".join(f"; {clean(name)} {format_count(n)}" for name, n in counts.items()),
+        (f"; {clean(error)}" if error and state != "ok" else "", "yellow"),
+    )
 
 
 def _loop(loop: Mapping[str, Any]) -> Text | None:

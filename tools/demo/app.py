@@ -24,6 +24,8 @@ from rich.table import Table
 from kvd.tools.demo.daemon import Daemon, DaemonFailed
 from kvd.tools.demo.model import ModelMissing, Prepared, prepare
 from kvd.tools.demo.questions import QUESTIONS
+from kvd.tools.demo.services import services
+from kvd.tools.services import ServiceFailed
 
 __all__ = ["main"]
 
@@ -69,10 +71,9 @@ class Outcome(NamedTuple):
             "identical": self.identical,
         }
         if below:
-            told["ttft_from_s"] = {
-                tier: round(answer.ttft_s, 4)
-                for tier, answer in zip(self.tiers, below, strict=True)
-            }
+            by_tier = {"dram": warm, **dict(zip(self.tiers, below, strict=True))}
+            told["ttft_from_s"] = {tier: round(a.ttft_s, 4) for tier, a in by_tier.items()}
+            told["reused_from"] = {tier: a.reused_tokens for tier, a in by_tier.items()}
         return told
 
 
@@ -141,15 +142,21 @@ def run(
     runs += ask(model, threads, [third], daemon.socket)
     _tell(console, runs[-1])
     asked = [first, second, third]
+    if daemon.tiers:
+        console.print(f"  all that memory holds is written to {' and '.join(daemon.tiers)}")
+        daemon.write_down()
     for tier in daemon.tiers:
         chunks = daemon.leave_only(tier)
         console.print(
-            f"[bold]{len(runs) + 1}[/] all is written to {tier} ({chunks} chunks) and forgotten "
-            "above it; a new process asks again"
+            f"[bold]{len(runs) + 1}[/] everything above {tier} is emptied ({chunks} chunks lie "
+            "there); a new process asks again"
         )
+        before = daemon.bytes_read(tier)
         asked.append(QUESTIONS[len(asked) % len(QUESTIONS)])
         runs += ask(model, threads, [asked[-1]], daemon.socket)
         _tell(console, runs[-1])
+        if daemon.bytes_read(tier) == before or not runs[-1].reused_tokens:
+            raise AnswerFailed(f"nothing of the answer came from {tier}")
     console.print(f"[bold]{len(runs) + 1}[/] the questions without kvd, to compare")
     plain = ask(model, threads, QUESTIONS, None)
     plain += [plain[n % len(plain)] for n in range(len(plain), len(runs))]
@@ -222,7 +229,8 @@ def sensible_threads() -> int:
 )
 @click.option(
     "--tiers", default="dram", show_default=True, metavar="NAME,...",
-    help="dram, and tiers below it to answer from: nvme, redis, s3.",
+    help="dram, and tiers below it to answer from: nvme, redis, s3 (servers that are not named by "
+    "KVD_S3_... and KVD_REDIS_... are started).",
 )  # fmt: skip
 def main(json_path: Path | None, threads: int | None, engine: str, tiers: str) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up, too
@@ -237,7 +245,10 @@ def main(json_path: Path | None, threads: int | None, engine: str, tiers: str) -
         below = [name.strip() for name in tiers.split(",") if name.strip() not in ("", "dram")]
         if unknown := set(below) - {"nvme", "redis", "s3"}:
             raise click.UsageError(f"--tiers: {', '.join(sorted(unknown))} is no tier")
-        with Daemon(ARENA_SIZE, below) as daemon:
+        with (
+            services(below, lambda said: console.print(said, highlight=False)) as environ,
+            Daemon(ARENA_SIZE, below, environ) as daemon,
+        ):
             outcome = run(console, prepared.path, threads, daemon, engine)
             console.print()
             console.print(table(outcome))
@@ -246,7 +257,7 @@ def main(json_path: Path | None, threads: int | None, engine: str, tiers: str) -
             look(console, daemon.socket)
         if json_path is not None:
             json_path.write_text(json.dumps(outcome.to_json()) + "\n")
-    except (ModelMissing, DaemonFailed, AnswerFailed, OSError) as error:
+    except (ModelMissing, DaemonFailed, AnswerFailed, ServiceFailed, OSError) as error:
         raise click.ClickException(str(error)) from error
     if not outcome.identical:
         raise click.ClickException("the tokens with kvd are not those without it")

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -24,6 +24,7 @@ __all__ = ["Daemon", "DaemonFailed"]
 
 _START_S = 30.0
 _STOP_S = 15.0
+_WRITE_S = 120.0
 
 
 class DaemonFailed(Exception):
@@ -33,10 +34,18 @@ class DaemonFailed(Exception):
 class Daemon:
     """`kvd` on a socket in a temporary folder; a context manager."""
 
-    def __init__(self, arena_size: str, tiers: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        arena_size: str,
+        tiers: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         """`tiers`: below memory, in their order: nvme (in a folder of its own), redis, s3 (as
-        KVD_REDIS_... and KVD_S3_... in the environment say)."""
+        `environ` says, which is all that the daemon gets of one; None: ours, without settings)."""
         self._arena_size = arena_size
+        if environ is None:
+            environ = {k: v for k, v in os.environ.items() if not k.startswith("KVD_")}
+        self._environ = dict(environ)
         self.tiers = tuple(tiers)
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="kvd-demo-", dir="/tmp"))
@@ -68,13 +77,9 @@ class Daemon:
         if "nvme" in self.tiers:
             command += ["--nvme-path", str(self._folder / "nvme"), "--nvme-limit", "2GiB"]
             command += ["--nvme-reserve", "0"]
-        kept = tuple(f"KVD_{name.upper()}_" for name in self.tiers if name != "nvme")
-        environment = {
-            k: v for k, v in os.environ.items() if not k.startswith("KVD_") or k.startswith(kept)
-        }
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environ
             )
         end = time.monotonic() + _START_S
         while True:
@@ -89,23 +94,37 @@ class Daemon:
                     raise DaemonFailed(f"the daemon did not start ({error}):\n{said}") from error
                 time.sleep(0.05)
 
-    def leave_only(self, tier: str) -> int:
-        """Write everything to a tier, and forget it in all tiers above; how many chunks it has.
-        DaemonFailed if it has none."""
+    def write_down(self) -> None:
+        """Write everything that memory holds to all tiers. DaemonFailed if that can't be done."""
         with Client(self.socket, timeout_s=_START_S, name="demo") as client:
-            named = [row["name"] for row in client.stat()["tiers"]]
-            if tier not in named:
-                raise DaemonFailed(f"the daemon has no tier {tier}: {', '.join(named)}")
-            client.tier(tier, "drain")
-            end = time.monotonic() + _START_S
+            for tier in self.tiers:
+                if not (told := client.tier(tier, "drain")).ok:
+                    raise DaemonFailed(f"tier {tier} takes nothing: {told.detail}")
+            end = time.monotonic() + _WRITE_S
             while client.stat()["counters"]["moving"] and time.monotonic() < end:
                 time.sleep(0.05)
+            for row in client.stat()["tiers"][1:]:
+                if not row["chunks"]:
+                    why = row.get("last_error") or "no reason was told"
+                    raise DaemonFailed(f"nothing could be written to {row['name']}: {why}")
+
+    def leave_only(self, tier: str) -> int:
+        """Forget everything in all tiers above this one; how many chunks it has. DaemonFailed if
+        the daemon has no such tier."""
+        with Client(self.socket, timeout_s=_START_S, name="demo") as client:
+            rows = client.stat()["tiers"]
+            named = [row["name"] for row in rows]
+            if tier not in named:
+                raise DaemonFailed(f"the daemon has no tier {tier}: {', '.join(named)}")
             for above in named[: named.index(tier)]:
                 client.evict(Selector(tier=above, everything=True))
-            chunks = int(client.stat()["tiers"][named.index(tier)]["chunks"])
-        if not chunks:
-            raise DaemonFailed(f"nothing could be written to {tier}")
-        return chunks
+            return int(rows[named.index(tier)]["chunks"])
+
+    def bytes_read(self, tier: str) -> int:
+        """Payload bytes that came from a tier since the daemon started."""
+        with Client(self.socket, timeout_s=_START_S, name="demo") as client:
+            rows = client.stat()["tiers"]
+        return sum(int(row["bytes_read"]) for row in rows if row["name"] == tier)
 
     def kill(self) -> None:
         """SIGKILL: no goodbye, nothing flushed; socket and arena are left where they lie."""

@@ -48,7 +48,7 @@ def _iso(unix_s: float) -> str:
 
 
 class FakeS3:
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.objects: dict[str, bytes] = {}
         self.modified: dict[str, float] = {}  # unix s, whole: as S3 tells them
         self.uploads: dict[str, dict[int, bytes]] = {}
@@ -83,7 +83,7 @@ class FakeS3:
             def handle_error(self, request: object, client_address: object) -> None:
                 pass  # a client that went away
 
-        self.server = Server(("127.0.0.1", 0), Handler)
+        self.server = Server(("127.0.0.1", port), Handler)
         self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,))
         self.thread.start()

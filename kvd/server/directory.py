@@ -1,0 +1,261 @@
+"""The directory that daemons of one bucket share: asked before a lookup, told afterwards.
+
+The law of this module: it is a hint. A lookup waits for it at most `wait_s`, and only for keys that
+are not known here; what it names is taken up like a record that was found in the bucket, so a read
+verifies it. What a read does not find there is unsaid. One thread talks to Redis; the loop never
+waits for it, and while it is away nothing is asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from kvd.chunk import IDENTITY_DTYPE, ChunkHeader, HeaderFlag, State
+from kvd.core import events as ev
+from kvd.core.leases import Unknown
+from kvd.tiers import base as t
+
+if TYPE_CHECKING:
+    from kvd.core import Core
+    from kvd.tiers.redis import Directory, Entry
+
+__all__ = ["SharedDirectory"]
+
+log = logging.getLogger(__name__)
+
+NS = 1_000_000_000
+FIRST = 4  # keys of a lookup asked first: most that are not known here nobody has
+MOST = 256  # keys in one round trip
+SLICE = 128  # records handed to the core in one event
+WAITING = 512  # lookups that wait at a time; more are not asked for
+NEWS = 4096  # entries to be told that are kept while Redis is slow; older ones are dropped
+NEWS_BATCH = 128
+PROBE_S = 0.2  # between looks at a Redis that is away; its breaker says when it is really asked
+CLOSE_S = 2.0
+
+
+class _News(NamedTuple):
+    """Something to say: `entry` is there, or `key` is not (`heal`: whoever said so)."""
+
+    key: t.Key
+    entry: Entry | None
+    heal: bool = False
+
+
+class _Question:
+    """A lookup that waits."""
+
+    __slots__ = ("due", "event", "found", "keys", "run", "shards", "step")
+
+    def __init__(self, event: ev.Lookup, unknown: Unknown, due: int) -> None:
+        self.event = event
+        self.due = due  # ns: then it goes on without an answer
+        self.run = unknown.run
+        self.shards = len(unknown.shards)
+        self.keys = deque(
+            t.Key(event.kind, unknown.namespace_digest, event.spec, chunk, shard)
+            for chunk in unknown.hashes
+            for shard in unknown.shards
+        )
+        self.step = FIRST
+        self.found: list[ChunkHeader] = []
+
+    def next(self) -> list[t.Key]:
+        """The keys to ask now; whole chunks."""
+        count = max(1, self.step // self.shards) * self.shards
+        self.step = min(MOST, 8 * self.step)
+        return [self.keys.popleft() for _ in range(min(count, len(self.keys)))]
+
+    def take(self, entries: Sequence[Entry | None]) -> None:
+        """What the directory said; with a gap, a leading run ends."""
+        self.found += [e.header for e in entries if e is not None and _holds(e.header)]
+        if self.run and None in entries:
+            self.keys.clear()
+
+
+class SharedDirectory:
+    """`tier`: the number below DRAM of the tier that it is about; `where`: its address."""
+
+    def __init__(self, directory: Directory, tier: int, where: str, wait_s: float) -> None:
+        self._directory = directory
+        self._tier = tier
+        self._where = where
+        self._wait_ns = int(wait_s * NS)
+        self.core: Core  # set by the server, as is `feed`
+        self.feed: Callable[[Any], None]
+        self.news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Condition()
+        self._questions: deque[_Question] = deque()
+        self._to_tell: deque[_News] = deque(maxlen=NEWS)
+        self._answered: deque[_Question] = deque()
+        self._closing = False
+        self._waiting: dict[int, _Question] = {}  # of the loop's thread
+        self.counters = {"asked": 0, "chunks_found": 0, "given_up": 0}
+        self._thread = threading.Thread(target=self._work, name="kvd-directory", daemon=True)
+        self._thread.start()
+
+    # -- from the loop --------------------------------------------------------------------------
+
+    def ask_first(self, event: ev.Lookup) -> bool:
+        """Whether this lookup waits for the directory; it is fed later, exactly once."""
+        if not self._directory.available or len(self._waiting) >= WAITING:
+            return False
+        unknown = self.core.unknown(event, self._tier)
+        if unknown is None:
+            return False
+        question = _Question(event, unknown, time.monotonic_ns() + self._wait_ns)
+        self.counters["asked"] += 1
+        self._waiting[id(question)] = question
+        with self._lock:
+            self._questions.append(question)
+            self._lock.notify()
+        return True
+
+    def hear(self) -> None:
+        """Take answers. Called when `news` is readable."""
+        try:
+            os.eventfd_read(self.news)
+        except BlockingIOError:
+            pass
+        while self._answered:
+            question = self._answered.popleft()
+            if self._waiting.pop(id(question), None) is not None:
+                self._go_on(question)
+
+    def watch(self, now: float = 0.0) -> None:
+        """Let lookups go on whose time is over."""
+        late = time.monotonic_ns()
+        for question in [q for q in self._waiting.values() if q.due <= late]:
+            del self._waiting[id(question)]
+            self.counters["given_up"] += 1
+            question.found = []
+            self._go_on(question)
+
+    def _go_on(self, question: _Question) -> None:
+        found = question.found
+        self.counters["chunks_found"] += len(found)
+        for begin in range(0, len(found), SLICE):
+            rows = b"".join(
+                h.pack()[: IDENTITY_DTYPE.itemsize] for h in found[begin : begin + SLICE]
+            )
+            records = np.frombuffer(rows, IDENTITY_DTYPE)
+            none = np.zeros(len(records), np.uint64)
+            self.feed(ev.TierRecovered(self._tier, records, none, none, hint=True))
+        self.feed(question.event)
+
+    def completed(self, action: Any, done: t.Completion) -> None:
+        """A job of some tier came back: what it shows of the bucket is told."""
+        if action.tier != self._tier:
+            return
+        answer, job = done.answer, done.job
+        if isinstance(job, t.Write):
+            if answer in (t.Answer.OK, t.Answer.EXISTS):
+                self._say(_News(t.Key.of(job.header), self._entry(job.header)))
+        elif isinstance(job, t.Read):
+            if answer is t.Answer.OK and done.header is not None:
+                self._say(_News(job.key, self._entry(done.header)))
+            elif answer in (t.Answer.MISS, t.Answer.CORRUPT):
+                self._say(_News(job.key, None, heal=True))
+        elif isinstance(job, t.Delete) and answer is t.Answer.OK:
+            self._say(_News(job.key, None))
+
+    def _entry(self, header: ChunkHeader) -> Entry:
+        from kvd.tiers.redis import Entry
+
+        return Entry(self._where, header._replace(state=State.READY))
+
+    def _say(self, news: _News) -> None:
+        with self._lock:
+            self._to_tell.append(news)
+            self._lock.notify()
+
+    def stat(self) -> dict[str, Any]:
+        """For an administrator: how it is, and what was asked and told."""
+        directory = self._directory
+        return {
+            "state": "ok" if directory.available else "degraded",
+            "last_error": directory.last_error,
+            **self.counters,
+            **directory.counters,
+        }
+
+    def close(self) -> None:
+        """What waits is given up: nobody is there for it any more."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify()
+        self._thread.join(CLOSE_S)
+        self._directory.close()
+        os.close(self.news)
+        self.news = -1
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            available = self._directory.available
+            with self._lock:
+                if not (self._questions or self._closing or (available and self._to_tell)):
+                    self._lock.wait(None if available else PROBE_S)
+                if self._closing and not (available and self._to_tell):
+                    return
+                asked = list(self._questions)
+                self._questions.clear()
+                batch = min(NEWS_BATCH, len(self._to_tell)) if available and not asked else 0
+                news = [self._to_tell.popleft() for _ in range(batch)]
+            try:
+                if not available:
+                    self._directory.ping()
+                self._answer(asked)
+                self._tell(news)
+            except Exception:  # the boundary of a thread: whoever waits goes on without it
+                log.exception("the directory went wrong")
+            if news and not self._directory.available:
+                self._keep(news)
+            for question in asked:
+                self._answered.append(question)
+            if asked and self.news >= 0:
+                os.eventfd_write(self.news, 1)
+
+    def _keep(self, news: list[_News]) -> None:
+        """They could not be told now: when it is back."""
+        with self._lock:
+            if len(self._to_tell) + len(news) <= NEWS:
+                self._to_tell.extendleft(reversed(news))
+
+    def _answer(self, asked: list[_Question]) -> None:
+        """All questions that are there, together."""
+        while True:
+            now = time.monotonic_ns()
+            parts = [(one, one.next()) for one in asked if one.keys and one.due > now]
+            keys = [key for _, part in parts for key in part]
+            if not keys:
+                return
+            entries = self._directory.find(keys, self._where)
+            at = 0
+            for one, part in parts:
+                one.take(entries[at : at + len(part)])
+                at += len(part)
+
+    def _tell(self, news: list[_News]) -> None:
+        """In the order of what happened, where it is about one key: the last word counts."""
+        last = {one.key: one for one in news}
+        entries = [one.entry for one in last.values() if one.entry is not None]
+        if entries:
+            self._directory.tell(entries)
+        self._directory.heal([key for key, one in last.items() if one.heal])
+        gone = [key for key, one in last.items() if one.entry is None and not one.heal]
+        self._directory.forget(gone)
+
+
+def _holds(header: ChunkHeader) -> bool:
+    """Whether a record is of a chunk that can be read."""
+    return header.state == State.READY and bool(header.flags & HeaderFlag.SEALED)
