@@ -35,7 +35,7 @@ from kvd.wire import messages as m
 CHUNK = 4096
 SHARE = 0.10  # of the victim's unique blocks, as in the measurements of caches on this trace
 WINDOW_MS = 120_000
-REQUESTS = 1200  # seven minutes
+REQUESTS = 1800  # ten minutes
 RATE = 4  # blocks of the scan for each of the victim's
 BATCH = 64
 FEW_HITS = 20  # a window with fewer is no measure
@@ -76,14 +76,15 @@ def run_isolation(
         ratio = _load_ratio(folder, quick=quick)
         bench = _Bench(folder, requests, share)
         _note(f"{len(requests)} requests, a share of {share} chunks")
-        jobs = [_Job(share, None), _Job(2 * share, None), _Job(2 * share, "idle")]
-        jobs += [
+        jobs = [
             _Job(2 * share, name, isolation) for name in _SCENARIOS for isolation in (True, False)
         ]
+        jobs += [_Job(2 * share, None), _Job(2 * share, "idle"), _Job(share, None)]
         # one daemon and its clients keep about one core busy
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=context) as pool:
-            alone, whole, lent, *rest = pool.map(bench.run, jobs)
+            # the longest first, so that the two end together
+            *rest, whole, lent, alone = pool.map(bench.run, jobs)
         scenarios = []
         curves = {"alone on its share": bench.windows(alone)}
         for n, name in enumerate(_SCENARIOS):
