@@ -18,7 +18,7 @@ from kvd.tiers.backend import Refused, failed
 from kvd.tiers.base import Answer, Key, Reason
 
 FORMAT = "c1"
-READ_BYTES = 256 << 10  # in one go: a body comes at least so fast that this is within `stall_ns`
+READ_BYTES = 256 << 10
 TRICKLE = 16 << 10
 
 
