@@ -118,11 +118,12 @@ demo-vllm: $(VLLM)/.kvd
 bench-engine: $(VLLM)/.kvd  ## kvd-bench engine: what the connector costs vLLM, and what it saves
 	$(VLLM)/bin/kvd-bench engine
 
-bench: $(VENV)/.dev  ## kvd-bench: data, control, index and tiers
+bench: $(VENV)/.dev  ## kvd-bench: data, control, index, tiers and policy
 	$(VENV)/bin/kvd-bench data
 	$(VENV)/bin/kvd-bench control
 	$(VENV)/bin/kvd-bench index
 	$(VENV)/bin/kvd-bench tiers
+	$(VENV)/bin/kvd-bench policy
 
 clean:  ## remove what was built; the virtual environment and the prepared model stay
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo

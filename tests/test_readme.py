@@ -23,8 +23,12 @@ def _blocks(language: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess(arena_size="128MiB") as found:
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    tier = str(tmp_path_factory.mktemp("disk") / "tier")
+    with DaemonProcess(
+        arena_size="128MiB",
+        args=["--nvme-path", tier, "--nvme-limit", "32MiB", "--nvme-reserve", "0"],
+    ) as found:
         yield found
 
 

@@ -27,7 +27,7 @@ class Hinting(ClientBase):
         timeout_s: float | None = None,
     ) -> m.HintReply:
         """The session of these keys is over: what it shares with no other goes first, when room is
-        needed. A use takes that back."""
+        needed and nobody has come back to it for a while. A use takes that back."""
         return self._hint(spec, hashes, kind, HintKind.SESSION_END, 0, 0.0, timeout_s)
 
     def expect_reuse(

@@ -33,6 +33,7 @@ from kvd.core.prefetches import Prefetches
 from kvd.core.recollection import Part, Recollection, parts
 from kvd.core.recovery import Found, Recovery
 from kvd.core.reserves import Request, Reserves
+from kvd.core.reuses import Reuses
 from kvd.core.rooms import Rooms
 from kvd.core.scrubs import Scrubs
 from kvd.core.sealing import Seals
@@ -106,6 +107,7 @@ class Core:
         self._hints = Hints(self._store)
         self._adoption = Adoption(self._store, self._writes, self._jobs)
         self._recovery = Recovery(self._store, self._jobs, self._adoption)
+        self._reuses = Reuses(config)
         self._store.policy.begin_load = lambda: self._take_over(None)
         for lower in self._store.ladder.lowers:
             lower.policy.begin_load = partial(self._take_over, lower)
@@ -164,6 +166,8 @@ class Core:
                 self._refuse(event, error)
             if len(store.touches) > _TOUCH_LIMIT:
                 store.apply_touches(TOUCH_SLICE)
+            if self._reuses.crowded():
+                self._reuses.apply()
             if store.layered:
                 self._demotions.pump()
                 self._fetches.pump()
@@ -184,12 +188,6 @@ class Core:
         """`room(slab, slot_size)`: take memory for the slab's records before it is cut into such
         slots; False if there is none. Not asked: there always is."""
         self._store.slabs.room = room
-
-    def set_weight(self, namespace: str, weight: float) -> None:
-        """A tenant's share of the bandwidth of the tiers below, against the others that want some;
-        1 until it is set. Pre: weight > 0."""
-        self._fetches.set_weight(namespace, weight)
-        self._demotions.set_weight(namespace, weight)
 
     def recall(self, known: Mapping[str, Recollection], now: int) -> list[str]:
         """Take up what policies knew in an earlier life, by tier; of which tiers. Pre: before
@@ -264,6 +262,8 @@ class Core:
         store = self._store
         if self._jobs.busy or store.touches or store.husks or self._seals.waiting:
             return True
+        if self._reuses.waiting:
+            return True
         return store.layered and bool(
             store.fleeting or self._fetches.stalled or self._demotions.busy
         )
@@ -321,7 +321,7 @@ class Core:
     def stat(self, namespace: str | None = None) -> dict[str, Any]:
         """Sections of plain values; with a namespace, only its own tenant's."""
         uptime = self._store.now - (self._begun or 0)
-        return stat(
+        shown = stat(
             self._store,
             self._leases,
             self._writes,
@@ -334,6 +334,7 @@ class Core:
                 "records_waiting": self._recovery.waiting,
             },
         )
+        return {**shown, "reuse": self._reuses.stat(namespace)}
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -367,6 +368,8 @@ class Core:
                 self._prefetches.due(due.number)
             elif due.kind == "room":
                 self._jobs.wake(Pause.DEMOTION)
+            elif due.kind == "hint":
+                self._hints.due(due.number)
             elif due.kind == "pin":
                 self._store.keeping.drop(due.number)
             elif due.kind == "horizon":
@@ -384,13 +387,14 @@ class Core:
         left = store.apply_touches(TOUCH_SLICE)
         if left > 0:
             store.sweep(64)
-            self._jobs.step()
+            if not self._jobs.step():
+                self._reuses.apply()
 
     def _drain(self, event: ev.Drain) -> None:
         self._store.draining = True
         for lower in self._store.ladder.lowers:
             if lower.writable:
-                self._demotions.drain(lower)
+                self._jobs.start(self._draining(lower))
                 break
 
     def _remember(self, event: ev.Remember) -> None:
@@ -410,6 +414,13 @@ class Core:
         """A policy has failed."""
         advice = self._store.policy if lower is None else lower.policy
         self._jobs.later(take_over(self._store, advice, lower))
+
+    def _draining(self, lower: Lower) -> Work[None]:
+        yield from self._demotions.drains.begin(lower)
+
+    def _drain_tier(self, lower: Lower) -> Work[ac.TierResult]:
+        chunks = yield from self._demotions.drains.begin(lower)
+        return ac.TierResult(lower.writable, "" if lower.writable else "degraded", chunks)
 
     # -- tiers below ----------------------------------------------------------------------------
 
@@ -471,9 +482,9 @@ class Core:
             known = ", ".join(low.name for low in self._store.ladder.lowers) or "none"
             raise BadKey(f"tier {event.tier!r} is unknown: {known}")
         if event.command == "drain":
-            chunks = self._demotions.drain(lower)
-            result = ac.TierResult(lower.writable, "" if lower.writable else "degraded", chunks)
-        elif event.command == "scrub":
+            self._start(event, self._drain_tier(lower))
+            return
+        if event.command == "scrub":
             self._scrubs.ask(lower.number)
             result = ac.TierResult(
                 lower.readable, "" if lower.readable else "degraded", lower.chunks
@@ -497,10 +508,15 @@ class Core:
         self._weigh(event.namespace)
 
     def _weigh(self, name: str) -> None:
-        """A tenant has the bandwidth of the tiers below by its weight in the first of them."""
-        tenant = self._store.shares.find(name)
-        if tenant is not None and len(self._store.shares.tiers) > 1:
-            self.set_weight(name, self._store.shares.tiers[1].told[tenant].weight)
+        """A tenant has the bandwidth of each tier below by its weight there."""
+        shares = self._store.shares
+        tenant = shares.find(name)
+        if tenant is None:
+            return
+        for number, tier in enumerate(shares.tiers[1:]):
+            weight = tier.told[tenant].weight
+            self._fetches.set_weight(number, name, weight)
+            self._demotions.set_weight(number, name, weight)
 
     def _close_session(self, event: ev.CloseSession) -> None:
         session = self._store.sessions.close(event.session)
@@ -582,6 +598,7 @@ class Core:
                 "may; commit some, and ask again",
                 _RETRY_S,
             )
+        self._reuses.note(space, event.hashes, self._store.now, stored=True)
         self._start(event, self._reserves.reserve(session, ask))
 
     def _write(self, event: ev.Commit | ev.Abort) -> tuple[Write, list[int]]:
@@ -644,6 +661,8 @@ class Core:
             self._public(space, flags),
         )
         lease = looked.lease
+        if flags & _LEASE:
+            self._reuses.note(space, event.hashes, self._store.now)
         load = None
         if lease is not None and flags & _LOAD:
             load = self._transfers.load(lease, None, shards)

@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import Callable
 from math import ceil
 
-import numpy as np
-
 from kvd.chunk import State
 from kvd.core import columns as col
 from kvd.core.actions import TierWrite
 from kvd.core.columns import NONE
 from kvd.core.config import WritePolicy
+from kvd.core.drains import Drains
 from kvd.core.events import TierAnswer
 from kvd.core.evictions import Evictions, Found, Search
 from kvd.core.jobs import Jobs, Pause, Work, spent
@@ -101,25 +100,20 @@ class Demotions:
         self._thin_after: dict[int, int] = {}  # tenant -> when to try again
         self._through: deque[tuple[int, bytes, Lower]] = deque()
         self._after: dict[int, list[tuple[int, bytes, Lower]]] = {}  # row -> further tiers
+        self.drains = Drains(store, jobs, self._named, lambda: len(self._through) < _MOVES)
 
     @property
     def busy(self) -> bool:
         """Whether more could be begun in the next slice."""
         return bool(self._through) and len(self.by_row) < _MOVES
 
-    def drain(self, lower: Lower) -> int:
-        """Write everything that DRAM has and the tier has not, hottest first; how many chunks."""
-        chunks = self._store.chunks
-        used = slice(0, chunks.used)
-        rows = np.flatnonzero((chunks.np_ready[used] > 0) & (chunks.np_space[used] != 0))
-        rows = rows[lower.np_count[rows] < chunks.np_ready[rows]]
-        rows = rows[np.argsort(-chunks.np_last[rows], kind="stable")]
-        self._through.extend((row, chunks.key_of(row), lower) for row in rows.tolist())
-        return len(rows)
-
     @property
     def moving(self) -> int:
-        return len(self.by_row) + len(self._through)
+        return len(self.by_row) + len(self._through) + self.drains.left
+
+    def _named(self, row: int, lower: Lower) -> None:
+        """Write this chunk when there is time."""
+        self._through.append((row, self._store.chunks.key_of(row), lower))
 
     # -- when -----------------------------------------------------------------------------------
 
@@ -133,6 +127,7 @@ class Demotions:
                 self._after.setdefault(row, []).append((row, key, lower))
             elif store.chunks.space[row] and store.chunks.key_of(row) == key:
                 self._begin(row, lower, "through")
+        self.drains.pump()
         slabs = store.slabs
         if slabs.blank() < 0:
             for size, slots in slabs.slots.items():
@@ -372,10 +367,9 @@ class Demotions:
         nbytes = space.nbytes[cell - store.chunks.cell[row]]
         self._outbox[move.lower.number].push(space.namespace, nbytes, (move, cell))
 
-    def set_weight(self, namespace: str, weight: float) -> None:
-        """A tenant's share of each tier's bandwidth, against others that want some."""
-        for box in self._outbox:
-            box.set_weight(namespace, weight)
+    def set_weight(self, tier: int, namespace: str, weight: float) -> None:
+        """A tenant's share of a tier's bandwidth, against others that want some."""
+        self._outbox[tier].set_weight(namespace, weight)
 
     def _send(self) -> None:
         """Hand writes over, as many as the tier takes at a time."""

@@ -115,10 +115,10 @@ class Fetches:
         queues = self._ahead if fetch.ahead else self._queues
         fetch.ticket = queues[fetch.lower.number].push(fetch.tenant, nbytes, fetch)
 
-    def set_weight(self, namespace: str, weight: float) -> None:
-        """A tenant's share of each tier's bandwidth, against others that want some."""
-        for queue in (*self._queues, *self._ahead):
-            queue.set_weight(namespace, weight)
+    def set_weight(self, tier: int, namespace: str, weight: float) -> None:
+        """A tenant's share of a tier's bandwidth, against others that want some."""
+        for queues in (self._queues, self._ahead):
+            queues[tier].set_weight(namespace, weight)
 
     def pump(self) -> None:
         """Keep the tiers busy."""

@@ -9,7 +9,7 @@ over all tenants. A command of an operator goes over all of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,21 @@ Rows = NDArray[np.int64]
 
 _GRACE = 4  # a chunk that is expected is spared a quarter longer
 _GRACE_LEAST_NS = 5_000_000_000
+# A session that is said to be over is believed when nobody has come back to it for an eighth of the
+# time that chunks stay: a wrong hint is found out by then, mostly, and a right one loses little.
+PATIENCE = 8
+_MOST_WAITING = 1 << 18  # chunks; those beyond are believed at once
 _PART = 128  # keys in one go
 _SHARED = -2  # in place of a row: nothing further up is the session's own
 LOW, NORMAL, HIGH = 0, 1, 2
+
+
+class Over(NamedTuple):
+    """Chunks of a session that is said to be over, from leaf to root."""
+
+    rows: Rows
+    words: NDArray[np.uint64]  # of their keys: a row may be another's by then
+    when: int
 
 
 class Hints:
@@ -40,6 +52,8 @@ class Hints:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._waiting: dict[int, Over] = {}
+        self._rows = 0  # in these
 
     def take(self, session: Session, space: Space, event: Hint) -> Work[HintResult]:
         """One hint about keys of one chain, in its order, a part of them at a time."""
@@ -89,9 +103,29 @@ class Hints:
                 yield Pause.SLICE
         if taken and cools:
             rows_, words = map(np.concatenate, zip(*cold, strict=True))
-            store.over(rows_, words)
+            self._later(Over(rows_, words, store.now), patient=kind is HintKind.SESSION_END)
         counts["hints_over_cap", ""] += over
         return HintResult(taken, absent, over, 0 if cools or ends else within)
+
+    def _later(self, over: Over, *, patient: bool) -> None:
+        """Cool these now, or when nobody has come back to them for a while."""
+        store = self._store
+        due = store.now + int(store.stay_ns / PATIENCE)
+        if not patient or due <= store.now or self._rows + len(over.rows) > _MOST_WAITING:
+            store.over(over.rows, over.words)
+            return
+        number = store.handle()
+        self._waiting[number] = over
+        self._rows += len(over.rows)
+        store.timers.add(due, "hint", number)
+
+    def due(self, number: int) -> None:
+        """It has been a while."""
+        store, over = self._store, self._waiting.pop(number)
+        self._rows -= len(over.rows)
+        unused = store.chunks.np_last[over.rows] <= over.when
+        if unused.any():
+            store.over(over.rows[unused], over.words[unused])
 
     def _private(self, rows: list[int], below: int) -> list[int]:
         """What no other session shares, from the leaf on: up to the first chunk that has anything

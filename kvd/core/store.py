@@ -34,6 +34,7 @@ from kvd.core.timers import Timers
 from kvd.eviction.base import Policy
 
 _NO_ID = bytes(16)
+STAY_WEIGHT = 0.01
 TOUCH_SLICE = 512  # chunks whose recency is applied at once
 
 
@@ -70,6 +71,7 @@ class Store:
         self.now = 0
         self.units = 0  # work done in this slice, see jobs.py
         self.keeping = Keeping(config, self.timers)  # what hints have pinned or spared
+        self.stay_ns = 0.0  # how long ago victims were used last, on the average
         self.draining = False  # takes no stores any more
         # Handles and generations go on from the epoch, so that none is ever given twice, in this
         # life or another.
@@ -365,6 +367,8 @@ class Store:
         first = chunks.cell[row]
         freed = 0
         if chunks.ready[row]:
+            if evicted:
+                self.stay_ns += (self.now - chunks.last[row] - self.stay_ns) * STAY_WEIGHT
             self.leave(row, evicted=evicted)
         self.bad[queue].pop(row, None)
         for shard in range(space.shards):

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from kvd.chunk import namespace_digest
 from kvd.core import actions as ac
 from kvd.core import events as ev
+from kvd.core.shares import TierShare
 from kvd.server.tiers import TierPlan
 from kvd.server.transfers import Job, Transfers
 from kvd.tiers import base as t
@@ -156,9 +157,10 @@ class Ladder:
         os.close(self.news)
         self.news = -1
 
-    def set_weight(self, namespace: str, weight: float) -> None:
-        """A tenant's share of each tier's bandwidth. Pre: started; weight > 0."""
+    def weigh(self, namespace: str, shares: Mapping[str, TierShare]) -> None:
+        """A tenant has the bandwidth of each tier by its weight there. Pre: started."""
         for tier in self.tiers:
+            weight = shares[tier.name].weight if tier.name in shares else 1.0
             tier.set_weight(namespace_digest(namespace), weight)
 
     # -- from the core --------------------------------------------------------------------------

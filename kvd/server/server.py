@@ -158,7 +158,7 @@ class Server:
         responder = Responder(
             self.arena.epoch, self.counters, lambda session, why: self.desk.lost(session, why)
         )
-        self.tenancy = Tenancy(registry, access, self.tcp)
+        self.tenancy = Tenancy(registry, access, self.tcp, self.ladder.weigh)
         self.desk = Desk(
             config=config,
             access=access,

@@ -451,7 +451,8 @@ SETTINGS: tuple[Setting, ...] = (
             "namespaces whose members may write in the namespace `public`"),
     Setting("tenancy", "state_file", "tenants_file", "", maybe_path, "PATH",
             "where tenants stand that `kvd-cli tenant` adds (default: tenants.json in the "
-            "service's state directory, else beside the configuration file)"),
+            "service's state directory, else CONFIG.tenants.json, else kvd/tenants.json where the "
+            "user's state is; tenants-NAME.json for another instance)"),
     Setting("tenancy", "metrics", "tenant_metrics", 64, count(0, 4096), "N",
             "tenants that `stat` and metrics tell apart; all further ones are `other` together"),
     Setting("admin", "uids", "admin_uids", [], identifiers, "UIDS",

@@ -7,10 +7,12 @@ change before the operator is told that it is done. A session learns of its own 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from kvd.core import Core
 from kvd.core import events as ev
+from kvd.core.shares import TierShare
 from kvd.errors import AuthError, BadKey, ConfigError
 from kvd.server.access import Access, Grant
 from kvd.server.config import Config
@@ -28,7 +30,7 @@ _PAGE = 64  # tenants in one reply
 
 def open_registry(config: Config) -> Registry:
     """All tenants that are known at start. ConfigError if the state file does not hold."""
-    path = state_path(config.tenants_file, config.file, os.environ)
+    path = state_path(config.tenants_file, config.file, os.environ, config.instance)
     return Registry(config.tenants, path)
 
 
@@ -59,11 +61,21 @@ class Tenancy:
 
     host: TenancyHost
 
-    def __init__(self, registry: Registry, access: Access, tcp: TcpEndpoint | None) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        access: Access,
+        tcp: TcpEndpoint | None,
+        weigh: Callable[[str, Mapping[str, TierShare]], None],
+    ) -> None:
+        """`weigh(name, shares)`: the tiers below share their bandwidth by these weights."""
         self._registry = registry
         self._access = access
         self._tcp = tcp
+        self._weigh = weigh
         registry.changed = self._changed
+        for tenant in registry.tenants():
+            weigh(tenant.name, tenant.rules.tiers)
         self._let_in()
 
     def _let_in(self) -> None:
@@ -78,6 +90,7 @@ class Tenancy:
     def _changed(self, name: str, tenant: Tenant | None) -> None:
         self._let_in()
         self.host.feed(ev.SetTenant(name, None if tenant is None else tenant.rules))
+        self._weigh(name, {} if tenant is None else tenant.rules.tiers)
         if tenant is None:
             for session in self.host.sessions.all():
                 if session.grant.namespace == name:

@@ -74,6 +74,27 @@ def test_a_use_before_the_hint_is_no_use_after_it() -> None:
     assert left(client, 3) == 0
 
 
+def test_a_hint_is_believed_when_nobody_has_come_back_for_a_while() -> None:
+    """An eighth of the time that chunks stay; who goes on meanwhile has not ended."""
+    made, client = full()
+    for n in range(4, 40):
+        client.store(ONE, chain(n, 8))
+        made.advance(20 * S)
+    store = made.core._store
+    stay = store.stay_ns
+    assert stay > 20 * S
+    hint(client, chain(39, 8), HintKind.SESSION_END)
+    hint(client, chain(38, 8), HintKind.SESSION_END)
+    client.store(ONE, chain("at once", 2))
+    assert [left(client, n) for n in (38, 39)] == [8, 8], "believed at once"
+    made.advance(S)
+    client.release(client.lease(ONE, chain(38, 8)).lease)
+    made.advance(int(stay / 8) + S)
+    client.store(ONE, chain("later", 8))
+    assert [left(client, n) for n in (38, 39)] == [8, 0]
+    assert not made.core._hints._waiting and made.core._hints._rows == 0
+
+
 def test_what_a_session_shares_is_not_its_to_end() -> None:
     made = world()
     client = made.open()

@@ -12,6 +12,7 @@ from kvd.chunk import State
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.config import TierConfig, WritePolicy
+from kvd.core.shares import TenantRules, TierShare
 
 ONE = spec("one", 28 * KIB)  # two slots a slab: 32 in all
 LOAD = LookupFlag.LEASE | LookupFlag.LOAD
@@ -138,7 +139,7 @@ def test_a_flood_of_one_tenant_leaves_the_loads_of_another_their_turns(weight: i
             assert set(client.store(ONE, hashes)) == {O.OK}
             mine |= dict.fromkeys(hashes, name)
             world.work()
-    world.core.set_weight("calm", weight)
+    world.handle(ev.SetTenant("calm", TenantRules({"nvme": TierShare(weight=weight)})))
     for n in range(8):
         loud.lookup(ONE, chain(("loud", n), 2), LOAD)
     for n in range(4):

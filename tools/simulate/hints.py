@@ -2,7 +2,8 @@
 
 The law of this module: the trace itself says which requests were the last of their session (nobody
 asks for their last full block again); a share of these say so, and a share of the others say it
-wrongly. What a hint does is what the daemon does: what is shared with no other session is cooled.
+wrongly. What a hint does is what the daemon does: what is shared with no other session, and was not
+used again for an eighth of the time that blocks stay, is cooled.
 
     python -m kvd.tools.simulate.hints conversation_trace.jsonl --policy default
 """
@@ -12,12 +13,15 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import click
 
+from kvd.core.hints import PATIENCE
+from kvd.core.store import STAY_WEIGHT
 from kvd.eviction.base import Policy
 from kvd.eviction.registry import factory
 from kvd.tools.simulate.replay import Tier
@@ -52,6 +56,26 @@ def endings(trace: Trace) -> list[bool]:
     ]
 
 
+class Stay:
+    """How long ago victims were used last, on the average."""
+
+    def __init__(self, last: Sequence[int]) -> None:
+        self.now = 0
+        self.mean_ns = 0.0
+        self._last = last
+
+    def watch(self, policy: Policy) -> Policy:
+        forget = policy.forget
+
+        def watched(chunk: int, *, evicted: bool) -> None:
+            if evicted:
+                self.mean_ns += (self.now - self._last[chunk] - self.mean_ns) * STAY_WEIGHT
+            forget(chunk, evicted=evicted)
+
+        policy.forget = watched  # type: ignore[method-assign]
+        return policy
+
+
 def replay(
     trace: Trace, make: Callable[[], Policy], capacity: int, told: float, false: float
 ) -> float:
@@ -61,10 +85,19 @@ def replay(
     blocks = len(trace.parents)
     tier = Tier(make(), capacity, blocks, None)
     children = [0] * blocks  # that are known, resident or not
+    waiting: deque[tuple[float, int, tuple[int, ...]]] = deque()
+    last = [0] * blocks  # use, ns
+    stay = Stay(last)
+    tier.policy = stay.watch(tier.policy)
     known = bytearray(blocks)
     used = [-1] * blocks
     total = hits = 0
     for number, (now, _, chain) in enumerate(trace.requests):
+        stay.now = now
+        while waiting and waiting[0][0] <= now:
+            _, when, told_chain = waiting.popleft()
+            suffix = _private(told_chain, children)
+            tier.policy.cool([block for block in suffix if last[block] <= when], now)
         found = 0
         while found < len(chain) and tier.here[chain[found]]:
             found += 1
@@ -72,6 +105,7 @@ def replay(
         total += len(chain)
         for block in chain:
             used[block] = number
+            last[block] = now
             if not known[block]:
                 known[block] = 1
                 if trace.parents[block] >= 0:
@@ -83,7 +117,7 @@ def replay(
                 break
         tier.policy.touch(chain, now)
         if rng.random() < (told if over[number] else false):
-            tier.policy.cool(_private(chain, children), now)
+            waiting.append((now + stay.mean_ns / PATIENCE, now, chain))
     return 100.0 * hits / total if total else 0.0
 
 
