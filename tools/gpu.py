@@ -300,10 +300,10 @@ def _registered(*, to_device: bool) -> Row:
 
 
 def _storage() -> Row:
-    """The engine that the NVMe tier chooses here, by writing, reading and comparing."""
+    """The engine that the NVMe tier chooses (in $TMPDIR), by writing, reading and comparing."""
     from kvd.tiers.nvme import NvmeBackend, NvmeConfig
 
-    folder = Path(tempfile.mkdtemp(prefix="kvd-gpu-", dir=os.environ.get("KVD_GPU_DIR")))
+    folder = Path(tempfile.mkdtemp(prefix="kvd-gpu-"))
     backend = NvmeBackend(NvmeConfig(folder / "tier", "gpu", 256 * MIB, reserve_bytes=0))
     try:
         report = backend.open()

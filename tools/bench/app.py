@@ -282,7 +282,7 @@ def _policy_tables(rows: list[dict[str, Any]]) -> list[Table]:
 
 def _tiers_tables(result: dict[str, Any]) -> list[Table]:
     table = _table(
-        "nvme and s3", ">chunk", "engine", ">limit write GB/s", ">ratio", ">limit read GB/s", ">ratio"
+        "nvme, s3", ">chunk", "engine", ">limit write GB/s", ">ratio", ">limit read GB/s", ">ratio"
     )
     for row in result["nvme"]:
         table.add_row(
