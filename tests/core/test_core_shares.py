@@ -399,25 +399,23 @@ class SharesMachine(RuleBasedStateMachine):
         sizes = list(self.world.slot_sizes)
         result, actions = self.world.request(event)
         per = self.world.config.records_per_slab
-        chunk: bytes | None = None
+        gone: dict[str, list[int]] = {}
         for action in actions:
             if isinstance(action, ac.WriteRecord):
                 owner[action.record] = action.header
-            if isinstance(action, ac.AssignSlab):
+            elif isinstance(action, ac.AssignSlab):
                 sizes[action.slab] = action.slot_size
+            elif isinstance(action, ac.PatchRecord) and action.state is State.FREE:
+                header = owner[action.record]
+                assert header.chunk
+                # the size that the slot had when it went: its slab may change class after that
+                other = self.digests[header.namespace_digest]
+                gone.setdefault(other, []).append(sizes[action.record // per])
         if self.tiers:
             return result
-        gone: dict[str, list[int]] = {}
-        for action in actions:
-            if isinstance(action, ac.PatchRecord) and action.state is State.FREE:
-                header = owner[action.record]
-                other = self.digests[header.namespace_digest]
-                chunk = header.chunk
-                assert chunk
-                gone.setdefault(other, []).append(self.world.slot_sizes[action.record // per])
         after = self.naive()
         for other, slots in gone.items():
-            if other != name and sizes == self.world.slot_sizes:
+            if other != name:
                 # the last one that went was one too many at most
                 assert after[other] + max(slots) > min(MINIMA[other], have[other])
         return result
