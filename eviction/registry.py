@@ -8,6 +8,7 @@ names a policy of one's own. Options follow a colon: `crf:half_life_s=300,ghost_
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
@@ -84,6 +85,6 @@ def _options(name: str, text: str) -> dict[str, float]:
             options[key.strip()] = float(value)
         except ValueError:
             equals = ""
-        if not equals:
+        if not equals or not math.isfinite(options[key.strip()]):
             raise ConfigError(f"policy {name!r}: {part!r} is not option=number")
     return options

@@ -5,12 +5,12 @@ longer prefix ever hung below), each with a list of its own in the order of last
 victim is the coldest leaf of the list whose odds at that leaf's age are lowest, so the only thing
 decided by learning is how a chunk of one class compares with an older one of another. With nothing
 learned, or classes that behave alike, this is LRU; what was used once and what is used again and
-again part ways only where the requests show that they do.
+again part ways only where the requests show that they do. Queues (tenants, sizes) learn apart, each
+leaning on what all have seen while it has seen little.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +26,7 @@ from kvd.eviction.walk import Walk
 _MOST = 3  # uses after the first that make a difference
 _SAMPLE = 4096  # running lives looked at for one refresh
 _FADE_NS = 1800 * 1_000_000_000  # what was learned counts half after so long
+_GROUPS = 16  # queues that learn for themselves; those that come later share the last
 _TIE = 1e-6  # of the recency by which equal odds are told apart
 
 
@@ -47,25 +48,44 @@ class Reuse(LeafPolicy):
     ) -> None:
         super().__init__(same_use_s)
         self._factor, self._horizon = ghost_factor, horizon
-        self._odds = Odds(self._lists, prior)
-        self._ghosts = Ghosts(2)  # last use, class
+        self._odds = Odds(self._lists, prior, _GROUPS)
+        self._rows: dict[int, int] = {}  # of the odds' tables, by home
+        self._queue = 0  # of the chunk that is being inserted
+        self._ghosts = Ghosts(2)  # last use, row
         self._peak = 0
         self._evicted = 0
         self._age_out = 60e9  # mean age at eviction, ns
         self._due = 0  # evictions until the odds are worked out anew
         self._fade_at = 0
 
+    def _row(self, home: int) -> int:
+        """The row of the odds' tables for chunks at a home."""
+        row = self._rows.get(home)
+        if row is None:
+            group = min(len(self._rows) // self._lists, _GROUPS - 1)
+            base = home - home % self._lists
+            for kind in range(self._lists):
+                self._rows[base + kind] = group * self._lists + kind
+            row = self._rows[home]
+        return row
+
     # -- uses -----------------------------------------------------------------------------------
+
+    def insert(
+        self, chunk: int, *, parent: int, queue: int, size: int, ghost: int, now: int
+    ) -> None:
+        self._queue = queue
+        super().insert(chunk, parent=parent, queue=queue, size=size, ghost=ghost, now=now)
 
     def _list_of(self, chunk: int, ghost: int) -> int:
         old = self._ghosts.take(ghost)
         if old is None:
             return 0
-        last, kind = old[0], int(old[1])
+        last, kind = old[0], int(old[1]) % self._lists
         age = self._time - last
         if age < self._same_ns:
             return kind
-        self._odds.hits[kind][bin_of(age)] += 1.0
+        self._odds.hits[self._row(self._queue * self._lists + kind)][bin_of(age)] += 1.0
         return min(kind + 2, self._lists - 2 + kind % 2)
 
     def _first(self, chunk: int, ghost: int, size: int, time: int) -> float:
@@ -89,22 +109,22 @@ class Reuse(LeafPolicy):
         if not same:
             home = self._home[chunk]
             kind = home % self._lists
-            self._odds.hits[kind][bin_of(time - self._used[chunk])] += 1.0
+            self._odds.hits[self._row(home)][bin_of(time - self._used[chunk])] += 1.0
             if kind < self._lists - 2:
                 self._score[chunk] = float(time)
                 self._rehome(chunk, home + 2)
         self._score[chunk] = float(time)
 
     def _gone(self, chunk: int, evicted: bool) -> None:
-        kind = self._home[chunk] % self._lists
+        row = self._row(self._home[chunk])
         age = self._time - self._used[chunk]
         if not evicted:
-            self._odds.ends[kind][bin_of(age)] += 1.0
+            self._odds.ends[row][bin_of(age)] += 1.0
             return
         self._evicted += 1
         self._due -= 1
         self._age_out += (age - self._age_out) * max(0.002, 1.0 / self._evicted)
-        values = (self._used[chunk], float(kind))
+        values = (self._used[chunk], float(row))
         lost = self._ghosts.put(self._digest[chunk], values, int(self._factor * self._peak))
         if lost is not None:
             self._odds.ends[int(lost[1])][bin_of(self._time - lost[0])] += 1.0
@@ -113,16 +133,17 @@ class Reuse(LeafPolicy):
 
     def _refresh(self, time: int) -> None:
         self._due = max(64, min(1024, self._len // 4))
-        living = np.zeros((self._lists, BINS))
+        living = np.zeros((self._lists * _GROUPS, BINS))
         stride = 1 + self._len // _SAMPLE
         home = np.frombuffer(self._home, dtype=np.int32)[::stride]
         used = np.frombuffer(self._used)[::stride][home >= 0]
-        kinds = home[home >= 0] % self._lists
-        np.add.at(living, (kinds, bins_of(time - used)), float(stride))
+        homes, which = np.unique(home[home >= 0], return_inverse=True)
+        rows = np.array([self._row(one) for one in homes.tolist()], np.intp)[which]
+        np.add.at(living, (rows, bins_of(time - used)), float(stride))
         stride = 1 + len(self._ghosts) // _SAMPLE
         ghosts = self._ghosts.values()[::stride]
-        kinds = ghosts[:, 1].astype(np.int32)
-        np.add.at(living, (kinds, bins_of(time - ghosts[:, 0])), float(stride))
+        rows = ghosts[:, 1].astype(np.intp)
+        np.add.at(living, (rows, bins_of(time - ghosts[:, 0])), float(stride))
         self._odds.refresh(living, self._age_out * self._horizon)
         if time >= self._fade_at:
             if self._fade_at:
@@ -131,8 +152,7 @@ class Reuse(LeafPolicy):
 
     def _worth(self, chunk: int, time: int) -> float:
         age = time - self._score[chunk]
-        kind = self._home[chunk] % self._lists
-        return self._odds.table[kind][bin_of(age)] + _TIE * worth(age)
+        return self._odds.table[self._row(self._home[chunk])][bin_of(age)] + _TIE * worth(age)
 
     def _best(self, queue: int, time: int) -> int:
         """The first victim, or -1."""
@@ -185,13 +205,14 @@ class Reuse(LeafPolicy):
     # -- restart --------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
+        hits, ends = self._odds.together()  # queues have other numbers after a restart
         return {
             **super().snapshot(),
             "peak": self._peak,
             "evicted": self._evicted,
             "age_out": self._age_out,
-            "hits": array("d", [n for row in self._odds.hits for n in row]).tobytes(),
-            "ends": array("d", [n for row in self._odds.ends for n in row]).tobytes(),
+            "hits": hits.astype("<f8").tobytes(),
+            "ends": ends.astype("<f8").tobytes(),
         }
 
     def ghosts(self, begin: int, count: int) -> Ghostly | None:
@@ -201,19 +222,23 @@ class Reuse(LeafPolicy):
         super().restore(state, ghosts, now)
         self._peak, self._evicted = int(state["peak"]), max(0, int(state["evicted"]))
         self._age_out = max(1e6, float(state["age_out"]))
-        self._odds.hits = _table(state["hits"], self._lists)
-        self._odds.ends = _table(state["ends"], self._lists)
+        # the last group is that of whoever has none of its own
+        for name, counts in (("hits", self._odds.hits), ("ends", self._odds.ends)):
+            for row, learned in zip(
+                counts[-self._lists :], _table(state[name], self._lists), strict=True
+            ):
+                row[:] = learned
         digests, values = ghosts
         if len(digests):
             values = values.copy()
             values[:, 0] = np.minimum(values[:, 0], self._time)
-            values[:, 1] = np.clip(values[:, 1].astype(int), 0, self._lists - 1)
+            kinds = np.clip(values[:, 1], 0, self._lists * _GROUPS - 1).astype(int) % self._lists
+            values[:, 1] = kinds + self._lists * (_GROUPS - 1)
             self._ghosts.restore(digests, values)
 
 
-def _table(packed: bytes, rows: int) -> list[list[float]]:
+def _table(packed: bytes, rows: int) -> NDArray[np.float64]:
     table = np.frombuffer(packed, "<f8").reshape(rows, BINS)
     if not (np.isfinite(table).all() and (table >= 0.0).all()):
         raise ValueError("a life table with something else than counts in it")
-    counts: list[list[float]] = table.tolist()
-    return counts
+    return np.ascontiguousarray(table, np.float64)

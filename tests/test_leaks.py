@@ -88,7 +88,8 @@ def test_grandchild_gets_away():
 
 
 def _pytest(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
-    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path / "conftest.py")
+    for name in ("conftest.py", "servers.py"):
+        shutil.copy(Path(__file__).with_name(name), tmp_path / name)
     (tmp_path / "test_inner.py").write_text(code)
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]

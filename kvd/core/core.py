@@ -33,6 +33,7 @@ from kvd.core.prefetches import Prefetches
 from kvd.core.recollection import Part, Recollection, parts
 from kvd.core.recovery import Found, Recovery
 from kvd.core.reserves import Request, Reserves
+from kvd.core.reuses import Reuses
 from kvd.core.rooms import Rooms
 from kvd.core.scrubs import Scrubs
 from kvd.core.sealing import Seals
@@ -106,6 +107,7 @@ class Core:
         self._hints = Hints(self._store)
         self._adoption = Adoption(self._store, self._writes, self._jobs)
         self._recovery = Recovery(self._store, self._jobs, self._adoption)
+        self._reuses = Reuses(config)
         self._store.policy.begin_load = lambda: self._take_over(None)
         for lower in self._store.ladder.lowers:
             lower.policy.begin_load = partial(self._take_over, lower)
@@ -164,6 +166,8 @@ class Core:
                 self._refuse(event, error)
             if len(store.touches) > _TOUCH_LIMIT:
                 store.apply_touches(TOUCH_SLICE)
+            if self._reuses.crowded():
+                self._reuses.apply()
             if store.layered:
                 self._demotions.pump()
                 self._fetches.pump()
@@ -258,6 +262,8 @@ class Core:
         store = self._store
         if self._jobs.busy or store.touches or store.husks or self._seals.waiting:
             return True
+        if self._reuses.waiting:
+            return True
         return store.layered and bool(
             store.fleeting or self._fetches.stalled or self._demotions.busy
         )
@@ -315,7 +321,7 @@ class Core:
     def stat(self, namespace: str | None = None) -> dict[str, Any]:
         """Sections of plain values; with a namespace, only its own tenant's."""
         uptime = self._store.now - (self._begun or 0)
-        return stat(
+        shown = stat(
             self._store,
             self._leases,
             self._writes,
@@ -328,6 +334,7 @@ class Core:
                 "records_waiting": self._recovery.waiting,
             },
         )
+        return {**shown, "reuse": self._reuses.stat(namespace)}
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -380,7 +387,8 @@ class Core:
         left = store.apply_touches(TOUCH_SLICE)
         if left > 0:
             store.sweep(64)
-            self._jobs.step()
+            if not self._jobs.step():
+                self._reuses.apply()
 
     def _drain(self, event: ev.Drain) -> None:
         self._store.draining = True
@@ -590,6 +598,7 @@ class Core:
                 "may; commit some, and ask again",
                 _RETRY_S,
             )
+        self._reuses.note(space, event.hashes, self._store.now, stored=True)
         self._start(event, self._reserves.reserve(session, ask))
 
     def _write(self, event: ev.Commit | ev.Abort) -> tuple[Write, list[int]]:
@@ -652,6 +661,8 @@ class Core:
             self._public(space, flags),
         )
         lease = looked.lease
+        if flags & _LEASE:
+            self._reuses.note(space, event.hashes, self._store.now)
         load = None
         if lease is not None and flags & _LOAD:
             load = self._transfers.load(lease, None, shards)

@@ -229,8 +229,9 @@ class Index:
         each other and from those that are here."""
         need = _FULL * (self._count + count)
         if need > len(self._table):
+            while self._old is not None:  # single rows before these may have begun a move
+                self._move_on()
             entered = self._table[self._table > 0].tolist()
-            assert self._old is None
             self._make(1 << (need - 1).bit_length())
             for entry in entered:
                 self._put(entry - 1)

@@ -75,6 +75,14 @@ class Config:
     transient_share: float
     room_wait_s: float
     installation: str | None
+    hbm_device: str
+    hbm_limit: int
+    hbm_write: str
+    hbm_read_s: float
+    hbm_write_s: float
+    hbm_scrub: int
+    hbm_reserve: int
+    hbm_workers: int
     nvme_path: str | None
     nvme_limit: int
     nvme_write: str
@@ -200,7 +208,7 @@ def _check_together(config: Config) -> None:
     def refuse(name: str, why: str) -> ConfigError:
         setting = find_setting(name)
         assert setting is not None, name
-        shown = re.sub(r"//[^@/]*@", "//", str(value := getattr(config, setting.field)))
+        shown = _without_password(str(value := getattr(config, setting.field)))
         return _refusal(
             setting, shown if isinstance(value, str) else value, config.origins[name], why
         )
@@ -335,6 +343,14 @@ def _by_other_words(word: str, form: Any) -> str | None:
 # -- shown --------------------------------------------------------------------------------------
 
 
+_URLS = ("tiers.redis.url", "directory.url")  # a password may stand in them
+
+
+def _without_password(url: str) -> str:
+    """Less all that stands before an @ (a password may hold a / or @ unquoted), or in the query."""
+    return re.sub(r"([?&](?:username|password)=)[^&]*", r"\1***", re.sub(r"//.*@", "//", url))
+
+
 def shown_settings(config: Config) -> list[dict[str, Any]]:
     """Every setting as a row of name, value (plain: it travels in `stat`) and origin."""
     rows = []
@@ -344,15 +360,16 @@ def shown_settings(config: Config) -> list[dict[str, Any]]:
             value = [rule._asdict() for rule in value]
         elif setting.name == "tenants":
             value = {tenant.name: shown_tenant(tenant) for tenant in value}
-        if setting.name in ("tiers.redis.url", "directory.url"):  # a password may stand in it
-            value = re.sub(r"//[^@/]*@", "//", value)
+        if setting.name in _URLS:
+            value = _without_password(value)
         origin = config.origins.get(setting.name, "default")
         rows.append({"name": setting.name, "value": value, "origin": origin})
     return rows
 
 
 def resolved_toml(config: Config) -> str:
-    """The whole configuration as a kvd.toml that would give it again, each origin beside it."""
+    """The whole configuration as a kvd.toml that would give it again (less a password in a URL),
+    each origin beside it."""
     lines: list[str] = []
     section = None
     for setting in SETTINGS:
@@ -362,6 +379,8 @@ def resolved_toml(config: Config) -> str:
             section = setting.section
             lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
         value = getattr(config, setting.field)
+        if setting.name in _URLS:
+            value = _without_password(value)
         origin = config.origins.get(setting.name, "default")
         note = f"{format_size(value)}, {origin}" if setting.metavar == "SIZE" and value else origin
         if value is None:

@@ -4,6 +4,7 @@ The law of this module: no token, no key and no name leaves the daemon: a block 
 keyed hash whose key lives as long as the process and is written nowhere. The loop only puts a
 request into a queue; a thread of its own hashes and writes. What does not fit the queue or the disk
 is left out and counted. Bounded: a file that is full becomes PATH.1, in place of the one before.
+Nothing but such a record is moved or replaced.
 
 One JSON object a line, as in the Mooncake traces: timestamp (ms since the record began),
 input_length (tokens), output_length (0: not known here), hash_ids.
@@ -11,11 +12,13 @@ input_length (tokens), output_length (0: not known here), hash_ids.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import secrets
+import stat
 import threading
 import time
 from collections import deque
@@ -34,6 +37,7 @@ log = logging.getLogger(__name__)
 HASH_BYTES = 32
 MOST_WAITING = 1 << 16  # blocks in the queue
 RETRY_S = 30.0  # after the disk refused
+FIRST = b'{"timestamp":'  # how each line begins
 _LEASE = int(LookupFlag.LEASE)
 
 
@@ -169,8 +173,24 @@ class Recorder:
         if self._file is not None:
             self._file.close()
             self._file = None
-        if self._path.exists():
-            self._path.replace(self._path.with_name(self._path.name + ".1"))
+        before = self._path.with_name(self._path.name + ".1")
+        _is_record(before)  # or it raises, and stays as it is
+        if _is_record(self._path):
+            self._path.replace(before)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._file = open(os.open(self._path, flags, 0o600), "w", encoding="ascii")
         self._size = 0
+
+
+def _is_record(path: Path) -> bool:
+    """Whether one is there, or an empty file. FileExistsError if something else is: a device, a
+    directory, a file of somebody else's."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    if stat.S_ISREG(found.st_mode):
+        with open(path, "rb") as file:
+            if file.read(len(FIRST)) in (b"", FIRST):
+                return True
+    raise FileExistsError(errno.EEXIST, f"{path.name} is there and is no record", str(path))

@@ -376,6 +376,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("tiers", "installation", "installation", "auto", installation, "NAME",
             "whose objects these are in shared media: equal for all lives of one daemon, different "
             "for any two (auto: host name, uid and instance)"),
+    Setting("tiers.hbm", "device", "hbm_device", "", text, "DEVICE",
+            "cuda:N, whose memory is a tier (cpu: host memory, for trials); empty: off"),
+    *_tier("tiers.hbm", "hbm", "4GiB", "on-second-hit", 2),
+    Setting("tiers.hbm", "reserve", "hbm_reserve", "512MiB", size(0, 2**50), "SIZE",
+            "bytes of the device that are left free for the engines"),
+    Setting("tiers.hbm", "workers", "hbm_workers", 2, count(1, 64), "N", "copies at a time"),
     Setting("tiers.nvme", "path", "nvme_path", "", maybe_path, "DIR",
             "a directory of its own for the NVMe tier; empty: off"),
     *_tier("tiers.nvme", "nvme", "16GiB", "on-demote", 5),
@@ -445,7 +451,8 @@ SETTINGS: tuple[Setting, ...] = (
             "namespaces whose members may write in the namespace `public`"),
     Setting("tenancy", "state_file", "tenants_file", "", maybe_path, "PATH",
             "where tenants stand that `kvd-cli tenant` adds (default: tenants.json in the "
-            "service's state directory, else beside the configuration file)"),
+            "service's state directory, else CONFIG.tenants.json, else kvd/tenants.json where the "
+            "user's state is; tenants-NAME.json for another instance)"),
     Setting("tenancy", "metrics", "tenant_metrics", 64, count(0, 4096), "N",
             "tenants that `stat` and metrics tell apart; all further ones are `other` together"),
     Setting("admin", "uids", "admin_uids", [], identifiers, "UIDS",

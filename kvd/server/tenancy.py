@@ -30,7 +30,7 @@ _PAGE = 64  # tenants in one reply
 
 def open_registry(config: Config) -> Registry:
     """All tenants that are known at start. ConfigError if the state file does not hold."""
-    path = state_path(config.tenants_file, config.file, os.environ)
+    path = state_path(config.tenants_file, config.file, os.environ, config.instance)
     return Registry(config.tenants, path)
 
 

@@ -43,18 +43,22 @@ def token_digest(token: bytes) -> str:
     return hashlib.sha256(token.strip()).hexdigest()
 
 
-def state_path(told: str | None, config_file: str | None, environ: Mapping[str, str]) -> str:
+def state_path(
+    told: str | None, config_file: str | None, environ: Mapping[str, str], instance: str
+) -> str:
     """Where the state file stands: as told; where the service manager keeps state; beside the
-    configuration file; or, without one, in the user's place for state."""
+    configuration file; or, without one, in the user's place for state. Each instance has its own:
+    two that replace one file lose each other's tenants, and let them in."""
     if told is not None:
         return told
+    name = "tenants.json" if instance == "default" else f"tenants-{instance}.json"
     directory = environ.get("STATE_DIRECTORY", "").split(":")[0]
     if directory:
-        return os.path.join(directory, "tenants.json")
+        return os.path.join(directory, name)
     if config_file is not None:
-        return os.path.abspath(config_file) + ".tenants.json"
+        return f"{os.path.abspath(config_file)}.{name}"
     home = environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
-    return os.path.join(home, "kvd", "tenants.json")
+    return os.path.join(home, "kvd", name)
 
 
 class Registry:

@@ -21,9 +21,6 @@ DIGEST_BYTES = 16
 U32 = 1 << 32
 U64 = 1 << 64
 
-# Plain values only, so that one call never runs Python code and needs no lock beyond the GIL.
-_packer = msgpack.Packer(autoreset=True)
-
 # The unpacker makes an array of the claimed size at once: this bounds what a chain of nested
 # claims can cost (1024 levels, the unpacker's own stack, of 32 KiB).
 _MAX_ARRAY = 4096
@@ -36,9 +33,10 @@ def pack(value: Any, limit: int = DEFAULT_LIMITS.body) -> bytes:
     LimitExceeded if the result is longer than `limit` bytes.
     """
     try:
-        data: bytes = _packer.pack(value)
+        # Not one packer for all: an allocation inside may collect garbage, and a finalizer lets
+        # another thread in, or packs something itself. Both would write into one buffer.
+        data: bytes = msgpack.packb(value)
     except (TypeError, ValueError, OverflowError) as error:
-        _packer.reset()
         raise ProtocolError(f"can't be encoded: {error}") from error
     if len(data) > limit:
         raise over("bytes of a body", len(data), limit, "split the request")

@@ -6,6 +6,7 @@ import random
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from world import key
 
@@ -115,9 +116,11 @@ def test_keys_that_share_a_part_are_told_apart() -> None:
     book.check(names, range(1, 3))
 
 
-def test_many_rows_enter_at_once() -> None:
+@pytest.mark.parametrize("before", [50, 1_025, 1_060, 2_049])
+def test_many_rows_enter_at_once(before: int) -> None:
+    """Also while the table moves to a larger one: what adoption enters one by one comes first."""
     book = Book(9_000)
-    for n in range(50):
+    for n in range(before):
         book.put(1, key("before", n))
     first = book.chunks.take_rows(5_000)
     names = [key("bulk", n) for n in range(5_000)]
@@ -126,7 +129,8 @@ def test_many_rows_enter_at_once() -> None:
     book.chunks.np_space[first : first + 5_000] = 1
     book.index.load(first, 5_000)
     book.twin.update({(1, name): first + n for n, name in enumerate(names)})
-    book.check([*names, key("before", 3), key("absent")], range(1, 3))
+    there = [key("before", n) for n in range(before)]
+    book.check([*names, *there, key("absent")], range(1, 3))
     for name in names[::3]:
         book.remove(1, name)
     book.check(names, range(1, 2))

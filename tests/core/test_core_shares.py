@@ -77,6 +77,14 @@ def test_minima_that_do_not_fit_are_scaled_down_together() -> None:
     assert tier.minimum == [0, 400, 400] and sum(tier.share[1:]) == 800
 
 
+def test_a_minimum_beyond_its_maximum_or_the_tier_claims_no_more_of_the_others() -> None:
+    quarter = TierShare(Amount(0, 0.25))
+    capped = tier_of(quarter, TierShare(Amount(0, 0.9), 1.0, Amount(100)))
+    assert capped.minimum == [0, 250, 100]
+    larger = tier_of(quarter, TierShare(Amount(1_000_000)))
+    assert larger.minimum == [0, 200, 800]
+
+
 def test_the_largest_use_over_its_share_gives_and_never_one_at_its_minimum() -> None:
     tier = tier_of(TierShare(Amount(500)), TierShare(), TierShare())
     tier.use = [0, 500, 260, 240]

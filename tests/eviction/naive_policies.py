@@ -303,7 +303,8 @@ class NaiveReuse(Twin):
         for chunk, record in self.here.items():
             record.list = self.uses[chunk] * 2 + self.had[chunk]
             age = time - record.used
-            odds = self.policy._odds.table[record.list][bin_of(age)]
+            row = self.policy._row(record.queue * 8 + record.list)
+            odds = self.policy._odds.table[row][bin_of(age)]
             record.score = odds + 1e-6 / (1.0 + age * 1e-9)
 
     def rank(self, choice: list[Record], counts: dict[int, int]) -> list[Record]:

@@ -13,7 +13,9 @@ from kvd.eviction.adaptive import HALF_LIVES_S, Adaptive
 from kvd.eviction.base import Policy
 from kvd.eviction.crf import Crf
 from kvd.eviction.lru import Lru
+from kvd.eviction.odds import bin_of
 from kvd.eviction.registry import factory, make
+from kvd.eviction.reuse import Reuse
 from kvd.tools.simulate.replay import replay
 from kvd.tools.simulate.trace import read_trace
 
@@ -138,3 +140,28 @@ def test_odds_are_worked_out_from_a_sample_when_there_is_much(
         policy._refresh(policy._time)
         tables.append(np.array(policy._odds.table))
     assert np.abs(tables[0] - tables[1]).mean() < 0.05
+
+
+def test_tenants_teach_nothing_false_to_each_other() -> None:
+    """One queue's chunks come back every 40 s once they came back, the other's are then dead: by
+    the odds of both together one of them would be evicted wrongly."""
+    policy = make("default")
+    now, free = 1_000 * S, iter(range(10**6))
+    for _ in range(120):
+        chunks = [next(free) for _ in range(40)]
+        for n, chunk in enumerate(chunks):
+            insert(policy, chunk, now + n, queue=n % 2)
+        for uses in range(1, 5):
+            now += 40 * S
+            # of queue 0, those that were used twice go on being used; of queue 1 they are over
+            for n, chunk in enumerate(chunks):
+                if (n % 2 == 0 and n < 20) or (n % 2 == 1 and uses == 1 and n < 20):
+                    policy.touch([chunk], now + n)
+        for queue in (0, 1):
+            for _ in range(20):
+                policy.forget(next(iter(policy.victims(queue, now))), evicted=True)
+        now += S
+    assert isinstance(policy, Reuse)
+    place = bin_of(20 * S)
+    again = [policy._odds.table[policy._row(queue * 8 + 2)][place] for queue in (0, 1)]
+    assert again[0] > again[1] + 0.2

@@ -101,3 +101,40 @@ def test_what_fades_keeps_its_proportions() -> None:
     odds.hits[0][40], odds.ends[0][50] = 8.0, 4.0
     odds.fade(0.25)
     assert (odds.hits[0][40], odds.ends[0][50]) == (2.0, 1.0)
+
+
+def test_a_group_goes_by_its_own_lives_and_leans_on_those_of_all() -> None:
+    """Two groups of one class: in the first all come back, in the second none."""
+    for share, spread in ((0.0, (1.0, 0.0)), (100.0, (0.75, 0.25)), (1e9, (0.5, 0.5))):
+        odds = Odds(1, prior=0.0, groups=3, share=share)
+        odds.hits[0][bin_of(100 * S)] = 100.0
+        odds.ends[1][bin_of(100 * S)] = 100.0
+        odds.refresh(np.zeros((3, BINS)), 300.0 * S)
+        at = bin_of(30 * S)
+        assert (odds.table[0][at], odds.table[1][at]) == pytest.approx(spread, abs=1e-6)
+        assert odds.table[2][at] == pytest.approx(0.5)  # one without lives is as all are
+
+
+def test_one_group_alone_is_as_if_there_were_no_groups() -> None:
+    rng = random.Random(7)
+    alone, among = Odds(2, prior=3.0), Odds(2, prior=3.0, groups=4)
+    for _ in range(300):
+        kind, place = rng.randrange(2), rng.randrange(BINS)
+        alone.hits[kind][place] += 1.0
+        among.hits[4 + kind][place] += 1.0  # the third group
+    alone.refresh(np.ones((2, BINS)), 60.0 * S)
+    living = np.zeros((8, BINS))
+    living[4:6] = 1.0
+    among.refresh(living, 60.0 * S)
+    assert among.table[4:6] == alone.table == among.table[0:2]
+
+
+def test_of_many_groups_each_has_its_turn() -> None:
+    odds = Odds(1, prior=0.0, groups=11, share=0.0)
+    for group in range(11):
+        odds.hits[group][bin_of(100 * S)] = 10.0 * group
+        odds.ends[group][bin_of(100 * S)] = 10.0 * (10 - group)
+    for _ in range(3):
+        odds.refresh(np.zeros((11, BINS)), 300.0 * S)
+    likely = [odds.table[group][bin_of(30 * S)] for group in range(11)]
+    assert likely == pytest.approx([group / 10 for group in range(11)])

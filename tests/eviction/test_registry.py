@@ -39,6 +39,8 @@ def test_a_dotted_path_is_ones_own() -> None:
         ("", "known: default"),
         ("crf:half_life_s", "not option=number"),
         ("crf:half_life_s=long", "not option=number"),
+        ("crf:half_life_s=nan", "not option=number"),
+        ("reuse:horizon=inf", "not option=number"),
         ("crf:half_life_s=0", "above 0"),
         ("crf:size=3", "size"),
         ("no.such.Policy", "can't be imported"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvd.errors import ConfigError
-from kvd.server.config import load_config, resolved_toml
+from kvd.server.config import load_config, resolved_toml, shown_settings
 from kvd.server.settings import SETTINGS
 from kvd.server.sizes import LARGEST, format_size, parse_size
 
@@ -219,6 +219,24 @@ def test_the_resolved_configuration_gives_itself_again(tmp_path: Path) -> None:
     assert [getattr(first, s.field) for s in SETTINGS] == [
         getattr(second, s.field) for s in SETTINGS
     ]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://u:sEcret@host:1/0",
+        "redis://u:sE/c@ret@host:1/0",
+        "redis://host:1/0?db=1&password=sEcret",
+    ],
+)
+@pytest.mark.parametrize("section", ["tiers.redis", "directory"])
+def test_a_password_in_a_url_is_not_shown(tmp_path: Path, section: str, url: str) -> None:
+    text = f'[{section}]\nurl = "{url}"\n[tiers.s3]\nbucket = "b"\n'
+    config = load(tmp_path, text)
+    (row,) = [row for row in shown_settings(config) if row["name"] == f"{section}.url"]
+    for shown in (resolved_toml(config), row["value"]):
+        assert "host:1/0" in shown
+        assert not re.search("sE|ret@|cret", shown.replace("secret_key_file", ""))
 
 
 def test_namespaces_can_be_given_as_text() -> None:

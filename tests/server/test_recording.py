@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -148,6 +149,27 @@ def test_a_disk_that_refuses_costs_the_record_only(tmp_path: Path) -> None:
         made.recorder.note("a", lookup(n, 5))
     counted = made.end()
     assert counted["failed"] == 3 and counted["written"] == 1
+
+
+@pytest.mark.parametrize("name", ["trace", "trace.1"])
+@pytest.mark.parametrize("what", ["a directory", "a link", "a pipe", "a text"])
+def test_what_is_no_record_is_neither_moved_nor_replaced(
+    tmp_path: Path, name: str, what: str
+) -> None:
+    there = tmp_path / name
+    if what == "a directory":
+        there.mkdir()
+    elif what == "a link":
+        there.symlink_to("/nowhere")
+    elif what == "a pipe":
+        os.mkfifo(there)
+    else:
+        there.write_text("root:x:0:0")
+    before = there.lstat()
+    with pytest.raises(FileExistsError, match=f"{name} is there and is no record"):
+        Made(tmp_path / "trace")
+    assert there.lstat() == before
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_a_daemon_records_what_the_simulator_reads(tmp_path: Path) -> None:

@@ -218,12 +218,21 @@ def test_a_torn_state_file_stops_the_start_and_is_left_alone(tmp_path: Path, cut
 
 
 def test_where_the_state_file_stands() -> None:
-    assert state_path("/x/t", "/etc/kvd/kvd.toml", {}) == "/x/t"
-    assert state_path(None, "/etc/kvd.toml", {}) == "/etc/kvd.toml.tenants.json"
+    assert state_path("/x/t", "/etc/kvd/kvd.toml", {}, "i") == "/x/t"
+    assert state_path(None, "/etc/kvd.toml", {}, "default") == "/etc/kvd.toml.tenants.json"
     service = {"STATE_DIRECTORY": "/var/lib/kvd:/other"}
-    assert state_path(None, "/etc/kvd.toml", service) == "/var/lib/kvd/tenants.json"
-    assert state_path(None, None, {"XDG_STATE_HOME": "/s"}) == "/s/kvd/tenants.json"
-    assert state_path(None, None, {"HOME": "/h"}).startswith(os.path.expanduser("~"))
+    assert state_path(None, "/etc/kvd.toml", service, "default") == "/var/lib/kvd/tenants.json"
+    assert state_path(None, None, {"XDG_STATE_HOME": "/s"}, "default") == "/s/kvd/tenants.json"
+    assert state_path(None, None, {"HOME": "/h"}, "i").startswith(os.path.expanduser("~"))
+
+
+@pytest.mark.parametrize("config_file", [None, "/etc/kvd.toml"])
+@pytest.mark.parametrize("environ", [{"XDG_STATE_HOME": "/s"}, {"STATE_DIRECTORY": "/var/lib/kvd"}])
+def test_no_two_instances_share_a_state_file(
+    config_file: str | None, environ: dict[str, str]
+) -> None:
+    names = ["default", "a", "b"]
+    assert len({state_path(None, config_file, environ, name) for name in names}) == len(names)
 
 
 def test_two_tenants_never_share_a_key(tmp_path: Path) -> None:

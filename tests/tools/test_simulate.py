@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from kvd.eviction.lru import Lru
 from kvd.eviction.registry import POLICIES, factory
+from kvd.tools.simulate.agree import agreement
 from kvd.tools.simulate.command import simulate, simulate_cells
 from kvd.tools.simulate.cost import measure
 from kvd.tools.simulate.replay import digest, replay
@@ -19,6 +20,7 @@ from kvd.tools.simulate.trace import Trace, TraceError, read_trace
 DATA = Path(__file__).resolve().parent.parent / "data"
 CONVERSATION = DATA / "conversation_excerpt.jsonl"
 SYNTHETIC = DATA / "synthetic_excerpt.jsonl"
+POLICIES_OF_A_DAEMON = ("lru", "default")
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -103,6 +105,15 @@ def test_a_line_that_does_not_hold_is_named(tmp_path: Path, lines: str, says: st
     with pytest.raises(TraceError, match=r"broken\.jsonl") as caught:
         read_trace(path)
     assert says in str(caught.value)
+
+
+def test_a_last_line_that_was_cut_is_passed_over(tmp_path: Path) -> None:
+    """As a daemon leaves it that was killed while it wrote."""
+    file = write(tmp_path / "cut.jsonl", row(0, 600, 1, 2), row(1, 600, 1, 3))
+    whole = file.read_bytes()
+    for end in range(len(whole) // 2, len(whole)):
+        file.write_bytes(whole[:end])
+        assert len(read_trace(file).requests) == 1 + (end == len(whole) - 1)
 
 
 def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -262,3 +273,36 @@ def test_the_cost_of_a_policy_is_told_in_figures() -> None:
     assert 0 < figures["touch_us"] < 100
     assert 0 < figures["evict_us"] < 1_000
     assert 0 <= figures["bytes_per_chunk"] < 2_000
+
+
+def test_the_sample_of_a_daemon_can_be_held_against_the_replay() -> None:
+    result = CliRunner().invoke(
+        simulate, f"{CONVERSATION} -p lru --sampled --capacity 20,50 --json".split()
+    )
+    assert result.exit_code == 0, result.output
+    found = {(c["policy"], c["capacity_pct"]): c for c in json.loads(result.stdout)["cells"]}
+    assert set(found) == {(p, c) for p in ("lru", "lru, sampled") for c in (20.0, 50.0)}
+    for percent in (20.0, 50.0):
+        exact = found["lru", percent]["block_hit_pct"]
+        assert found["lru, sampled", percent]["block_hit_pct"] == pytest.approx(exact, abs=3)
+
+
+@pytest.mark.parametrize("path", [CONVERSATION, SYNTHETIC], ids=["conversation", "synthetic"])
+def test_a_daemon_hits_what_the_replay_hits(path: Path) -> None:
+    """The same requests, the same policy, the same capacity: within half a point."""
+    trace = read_trace(path)
+    for name in POLICIES_OF_A_DAEMON:
+        found = agreement(trace, name, factory(name), 20.0)
+        assert found.blocks == 1952 and found.replay_hit_pct > 3
+        assert abs(found.difference) <= 0.5, found
+
+
+def test_the_check_against_a_daemon_is_told(tmp_path: Path) -> None:
+    rows = [row(n * 10, 1024, n % 7, 100 + n % 7) for n in range(60)]
+    path = write(tmp_path / "ring.jsonl", *rows)
+    words = f"{path} -p lru -c 100 --check-daemon --speed 100".split()
+    result = CliRunner().invoke(simulate, words)
+    assert result.exit_code == 0, result.output
+    assert "ring" in result.stdout and "+0.00" in result.stdout
+    told = json.loads(CliRunner().invoke(simulate, [*words, "--json"]).stdout)["agreement"]
+    assert told[0]["daemon_hit_pct"] == told[0]["replay_hit_pct"] == pytest.approx(88.33, abs=0.01)

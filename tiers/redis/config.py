@@ -34,7 +34,7 @@ class RedisConfig(NamedTuple):
 
 def shown(url: str) -> str:
     """The URL without what is secret in it."""
-    return re.sub(r"//[^@/]*@", "//", url).partition("?")[0]
+    return re.sub(r"//.*@", "//", url).partition("?")[0]
 
 
 def connect(config: RedisConfig) -> Any:

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
@@ -21,6 +21,7 @@ Examples:
   kvd-bench data                   stores and loads beside np.copyto
   kvd-bench control --json         round trips and lookups, as JSON
   kvd-bench index                  the index alone, at a million chunks
+  kvd-bench policy --json          what a touch and a chunk cost each eviction policy
   kvd-bench death --gib 2          a killed client: when is all that it held free
   kvd-bench engine --json          what the connector costs vLLM, and what it saves
   kvd-bench data --quick           whether it runs at all; its figures mean nothing
@@ -29,6 +30,7 @@ Each measurement starts a daemon of its own, on temporary paths, unless --socket
 """
 
 _PIPE_WIDTH = 110
+Result = TypeVar("Result")
 
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 _quick = click.option("--quick", is_flag=True, help="Seconds instead of minutes; rough figures.")
@@ -116,6 +118,17 @@ def tiers(as_json: bool, quick: bool, directory: str | None) -> None:
 @bench.command()
 @_json
 @_quick
+@click.option("--policy", "-p", "names", multiple=True, metavar="NAME", help="Only these.")
+def policy(as_json: bool, quick: bool, names: tuple[str, ...]) -> None:
+    """Each eviction policy at 1,000,000 chunks: CPU time a touch, bytes a chunk."""
+    from kvd.tools.bench.policy import run_policy
+
+    _run(as_json, lambda: run_policy(names, quick=quick), _policy_tables)
+
+
+@bench.command()
+@_json
+@_quick
 @click.option(
     "--trace", metavar="FILE", help="The victim's requests (default: a real hour's third)."
 )
@@ -177,8 +190,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _run(
     as_json: bool,
-    measure: Callable[[], dict[str, Any]],
-    tables: Callable[[dict[str, Any]], list[Table]],
+    measure: Callable[[], Result],
+    tables: Callable[[Result], list[Table]],
 ) -> None:
     machine.say()
     result = measure()
@@ -251,9 +264,25 @@ def _index_tables(result: dict[str, Any]) -> list[Table]:
     return [table]
 
 
+def _policy_tables(rows: list[dict[str, Any]]) -> list[Table]:
+    table = _table(
+        "policies", "policy", ">chunks", ">touch us", ">alone us", ">insert us",
+        ">evict, replace us", ">bytes a chunk",
+    )  # fmt: skip
+    times = ("touch_us", "lone_touch_us", "insert_us", "evict_us")
+    for row in rows:
+        table.add_row(
+            row["policy"],
+            f"{row['chunks']:,}",
+            *(f"{row[name]:.2f}" for name in times),
+            str(row["bytes_per_chunk"]),
+        )
+    return [table]
+
+
 def _tiers_tables(result: dict[str, Any]) -> list[Table]:
     table = _table(
-        "nvme", ">chunk", "engine", ">limit write GB/s", ">ratio", ">limit read GB/s", ">ratio"
+        "nvme, s3", ">chunk", "engine", ">limit write GB/s", ">ratio", ">limit read GB/s", ">ratio"
     )
     for row in result["nvme"]:
         table.add_row(
@@ -263,6 +292,15 @@ def _tiers_tables(result: dict[str, Any]) -> list[Table]:
             f"{row['write_ratio']:.2f}",
             f"{row['limit_read_gbps']:.2f}",
             f"{row['read_ratio']:.2f}",
+        )
+    for row in result["s3"]:
+        table.add_row(
+            f"{row['chunk_bytes'] >> 20} MiB",
+            "s3, over bare boto3",
+            f"{row['limit_put_gbps']:.2f}",
+            f"{row['put_ratio']:.2f}",
+            f"{row['limit_get_gbps']:.2f}",
+            f"{row['get_ratio']:.2f}",
         )
     warm = result["warm_start"]
     rest = _table("the ladder", "", ">")

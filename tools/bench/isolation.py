@@ -8,6 +8,8 @@ the control is the same daemon without isolation.
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -16,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,12 +35,21 @@ from kvd.wire import messages as m
 CHUNK = 4096
 SHARE = 0.10  # of the victim's unique blocks, as in the measurements of caches on this trace
 WINDOW_MS = 120_000
+REQUESTS = 1200  # seven minutes
 RATE = 4  # blocks of the scan for each of the victim's
 BATCH = 64
 FEW_HITS = 20  # a window with fewer is no measure
 VICTIM, NEIGHBOUR = "victim", "neighbour"
 LOADED = 64  # chunks that are loaded from NVMe
 LOAD_CHUNK = 1 << 20
+
+
+class _Job(NamedTuple):
+    """One replay to be made: a pool of so many chunks, and who else is there."""
+
+    chunks: int
+    neighbour: str | None
+    isolation: bool = True
 
 
 class Run(NamedTuple):
@@ -55,22 +67,27 @@ def run_isolation(
     trace: str | None, directory: str | None, *, quick: bool = False, plot: str | None = None
 ) -> dict[str, Any]:
     """All scenarios."""
-    limit = 300 if quick else None
-    requests = shipped(limit) if trace is None else read(trace, limit)
+    pyplot = None if plot is None else _pyplot()
+    limit = 300 if quick else REQUESTS
+    requests = shipped(limit) if trace is None else read(trace, 300 if quick else None)
     unique = len({block for request in requests for block in request.blocks})
     share = max(512, int(unique * SHARE) // 64 * 64)
     with _folder(directory) as folder:
+        ratio = _load_ratio(folder, quick=quick)
         bench = _Bench(folder, requests, share)
-        _note(f"the victim alone: {len(requests)} requests, a share of {share} chunks")
-        alone = bench.run(share, None)
-        whole = bench.run(2 * share, None)
-        lent = bench.run(2 * share, "idle")
+        _note(f"{len(requests)} requests, a share of {share} chunks")
+        jobs = [_Job(share, None), _Job(2 * share, None), _Job(2 * share, "idle")]
+        jobs += [
+            _Job(2 * share, name, isolation) for name in _SCENARIOS for isolation in (True, False)
+        ]
+        # one daemon and its clients keep about one core busy
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=context) as pool:
+            alone, whole, lent, *rest = pool.map(bench.run, jobs)
         scenarios = []
         curves = {"alone on its share": bench.windows(alone)}
-        ratio = _load_ratio(folder, quick=quick)
-        for name in ("scan4x", "burst", "loop", "waker"):
-            with_it = bench.run(2 * share, name)
-            control = bench.run(2 * share, name, isolation=False)
+        for n, name in enumerate(_SCENARIOS):
+            with_it, control = rest[2 * n : 2 * n + 2]
             curves[name] = bench.windows(with_it)
             curves[f"{name}, one pool"] = bench.windows(control)
             scenarios.append(
@@ -85,8 +102,8 @@ def run_isolation(
                     "p99_load_ratio": ratio if name == "scan4x" else None,
                 }
             )
-        if plot is not None:
-            _plot(plot, curves)
+        if pyplot is not None and plot is not None:
+            _plot(pyplot, plot, curves)
         return {
             "scenarios": scenarios,
             "work_conserving": _ratio(lent.total, whole.total),
@@ -173,22 +190,26 @@ class _Bench:
             path.write_bytes(token)
             path.chmod(0o600)
 
-    def config(self, *, isolation: bool = True, tier: str = "dram") -> str:
+    def config(self, name: str, *, isolation: bool = True, tier: str = "dram") -> str:
         text = f"[tenancy]\nisolation = {str(isolation).lower()}\n"
-        for name in self.tokens:
-            text += f'[tenants.{name}]\ntoken_file = "{self.folder / name}.token"\n'
-            text += f'[tenants.{name}.{tier}]\nmin = "50%"\n'
-        path = self.folder / "kvd.toml"
+        for tenant in self.tokens:
+            text += f'[tenants.{tenant}]\ntoken_file = "{self.folder / tenant}.token"\n'
+            text += f'[tenants.{tenant}.{tier}]\nmin = "50%"\n'
+        path = self.folder / f"{name}.toml"
         path.write_text(text)
         return str(path)
 
-    def run(self, chunks: int, neighbour: str | None, *, isolation: bool = True) -> Run:
+    def run(self, job: _Job) -> Run:
         """The whole trace over a daemon with so many slots."""
-        _note(f"{neighbour or 'alone'}, {chunks} chunks{'' if isolation else ', one pool'}")
+        chunks, neighbour, isolation = job
+        name = f"{neighbour or 'alone'}-{chunks}-{'shares' if isolation else 'one-pool'}"
+        _note(name)
         size = chunks * CHUNK
         slab = max(65536, size // 32 // 65536 * 65536)
-        flags = ("--arena-size", str(size), "--arena-slab-size", str(slab))
-        with Daemon(None, "--config", self.config(isolation=isolation), *flags) as daemon:
+        flags = (
+            "--arena-size", str(size), "--arena-slab-size", str(slab), "--eviction-policy", "lru",
+        )  # fmt: skip
+        with Daemon(None, "--config", self.config(name, isolation=isolation), *flags) as daemon:
             victim = _Tenant(daemon, self.tokens[VICTIM], 1)
             other = _Tenant(daemon, self.tokens[NEIGHBOUR], 2)
             try:
@@ -277,6 +298,7 @@ def _waker(tenant: _Tenant, bench: _Bench) -> Between:
     return between
 
 
+_SCENARIOS = ("scan4x", "burst", "loop", "waker")
 _NEIGHBOURS: dict[str, Callable[[_Tenant, _Bench], Between]] = {
     "idle": _idle,
     "scan4x": _scan,
@@ -301,7 +323,7 @@ def _load_ratio(folder: Path, *, quick: bool) -> float:
         "--nvme-path", str(folder / "nvme"), "--nvme-limit", "512MiB", "--nvme-reserve", "0",
         "--arena-size", "256MiB",
     )  # fmt: skip
-    with Daemon(None, "--config", bench.config(tier="nvme"), *flags) as daemon:
+    with Daemon(None, "--config", bench.config("nvme", tier="nvme"), *flags) as daemon:
         victim = _Tenant(daemon, bench.tokens[VICTIM], 1, LOAD_CHUNK)
         try:
             _below(daemon, victim, bench.tokens[VICTIM])
@@ -381,26 +403,27 @@ def _flood(daemon: Daemon, token: bytes) -> Iterator[None]:
         raise BenchError(f"the neighbour ended: {errors[0]}")
 
 
-def _plot(path: str, curves: dict[str, list[tuple[float, float]]]) -> None:
-    """The victim's hits by two-minute windows."""
-    import importlib
-
+def _pyplot() -> Any:
+    """Found before anything is measured. BenchError."""
     try:
-        matplotlib: Any = importlib.import_module("matplotlib")
-        matplotlib.use("Agg")
-        pyplot: Any = importlib.import_module("matplotlib.pyplot")
+        importlib.import_module("matplotlib").use("Agg")
+        return importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
         raise BenchError(f"--plot needs matplotlib: pip install 'kvd[plot]' ({error})") from error
+
+
+def _plot(pyplot: Any, path: str, curves: dict[str, list[tuple[float, float]]]) -> None:
+    """The victim's hits by two-minute windows."""
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
     for axis, pool in zip(axes, (False, True), strict=True):
         axis.set_title("one pool" if pool else "with shares")
         for name, points in curves.items():
             if name.startswith("alone") or name.endswith("one pool") == pool:
-                style = {"color": "black", "linewidth": 3, "alpha": 0.3}
+                bold = {"color": "black", "linewidth": 4, "alpha": 0.3}
                 times, hits = zip(*points, strict=True)
                 label = name.removesuffix(", one pool")
                 percent = [100 * hit for hit in hits]
-                axis.plot(times, percent, label=label, **(style if label == name[:5] else {}))
+                axis.plot(times, percent, label=label, **(bold if name.startswith("alone") else {}))
         axis.set_xlabel("minutes of the trace")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("victim's blocks hit, %")

@@ -8,6 +8,7 @@ import click
 
 import kvd
 from kvd.errors import KvdError, Unavailable
+from kvd.tools.cli.advise import advise
 from kvd.tools.cli.console import Output
 from kvd.tools.cli.evict import evict
 from kvd.tools.cli.inspect import inspect
@@ -27,6 +28,7 @@ Examples:
   kvd-cli inspect                          what it holds
   kvd-cli inspect chunks --idle 10m        chunks that nobody used for ten minutes
   kvd-cli evict --namespace dev --dry-run  what an eviction would take
+  kvd-cli advise                           what more memory would bring
   kvd-cli status --json | jq .tiers
 
 \b
@@ -132,5 +134,5 @@ def version(
         output.say(f"daemon    {clean(daemon['version'])} (instance {clean(daemon['instance'])})")
 
 
-for _command in (status, inspect, evict, tenant, tier, simulate, config, ping, version):
+for _command in (status, inspect, evict, tenant, tier, advise, simulate, config, ping, version):
     cli.add_command(_command)

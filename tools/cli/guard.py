@@ -24,7 +24,8 @@ from kvd.tools.cli.units import clean
 
 DONE, FAILED, USAGE, AWAY, INTERRUPTED = 0, 1, 2, 3, 130
 COMMANDS = (
-    "status", "inspect", "evict", "tenant", "tier", "simulate", "config", "ping", "version"
+    "status", "inspect", "evict", "tenant", "tier", "advise", "simulate", "config", "ping",
+    "version",
 )  # fmt: skip
 
 

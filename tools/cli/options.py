@@ -86,13 +86,13 @@ def connection(command: Callable[..., None]) -> Callable[..., None]:
         **rest: Any,
     ) -> None:
         before: dict[str, Any] = ctx.obj or {}  # the same options before the command's name
-        name = ctx.command_path.partition(" ")[2]
-        output = Output(name, as_json=as_json or before["as_json"])
-        token_file = token_file or before["token_file"]
+        name = ctx.command_path.partition(" ")[2] or ctx.info_name or ""
+        output = Output(name, as_json=as_json or bool(before.get("as_json")))
+        token_file = token_file or before.get("token_file")
         if timeout is None:
-            timeout = before["timeout"]
+            timeout = before.get("timeout")
         with Link(
-            socket or before["socket"],
+            socket or before.get("socket"),
             _TIMEOUT_S if timeout is None else timeout,
             None if token_file is None else _token(token_file),
         ) as link:

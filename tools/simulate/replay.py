@@ -12,7 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from kvd.eviction.base import Policy
+from kvd.eviction.distances import SAMPLES, Distances
 from kvd.tools.simulate.trace import Trace
 
 _MASK = (1 << 64) - 1
@@ -145,3 +148,28 @@ def replay(
         upper.stored,
         lower.stored if lower is not None else 0,
     )
+
+
+def sampled_lru(
+    trace: Trace,
+    capacities: Sequence[int],
+    samples: int = SAMPLES,
+    rate: float = 0.25,
+    progress: Callable[[int], None] | None = None,
+) -> list[Count]:
+    """What a daemon's sample of reuse distances says of an LRU of so many blocks. Its hits are
+    estimates; so are those in tokens, a block being a block."""
+    distances = Distances(samples, rate)
+    digests = np.array([digest(block) for block in range(trace.unique_blocks)], np.uint64)
+    for now, _, chain in trace.requests:
+        if chain:
+            distances.asked(digests[list(chain)], 1 << 20, now)
+        if progress is not None:
+            progress(1)
+    blocks, tokens = trace.accesses, trace.tokens
+    counts = []
+    for capacity in capacities:
+        share = distances.hit_share(capacity << 20)
+        hits = round(blocks * share)
+        counts.append(Count(blocks, hits, 0, tokens, round(tokens * share), 0, 0))
+    return counts
