@@ -31,7 +31,7 @@ EDITABLE := PYTHONWARNINGS='ignore:Editable installation'
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-engines test-sglang lint demo demo-transformers demo-vllm bench bench-engine clean
+.PHONY: help venv test test-gpu test-engines test-sglang lint demo demo-transformers demo-vllm bench bench-engine clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -89,6 +89,9 @@ $(VENV)/.kvikio: $(VENV)/.dev
 
 test: $(VENV)/.models $(VENV)/.kvikio  ## every test that needs neither a GPU nor an engine
 	$(PY) -m pytest -m 'not gpu and not engine' --color=no --durations=10 $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.models $(VENV)/.kvikio  ## what only a machine with a CUDA device can show, as a JSON table, < 5 min
+	$(PY) -m kvd.tools.gpu
 
 lint: $(VENV)/.dev  ## ruff, and mypy over the package as it is installed
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/kvd

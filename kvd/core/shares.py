@@ -82,17 +82,20 @@ class TierUse:
 
     def settle(self) -> None:
         """Work out minima and shares anew. NOBODY has none."""
-        wanted = [0 if t == NOBODY else told.minimum.of(self.limit) for t, told in self._all()]
+        self.maximum = [
+            UNBOUNDED if told.maximum is None else told.maximum.of(self.limit)
+            for _, told in self._all()
+        ]
+        wanted = [  # no more than it may have, or there is: that would cost the others theirs
+            0 if t == NOBODY else min(told.minimum.of(self.limit), self.maximum[t], self.limit)
+            for t, told in self._all()
+        ]
         claimed = sum(wanted)
         scale = min(1.0, self.total / claimed) if claimed else 1.0
         self.minimum = [int(least * scale) for least in wanted]
         rest = max(0, self.total - sum(self.minimum))
         weights = [0.0 if t == NOBODY else told.weight for t, told in self._all()]
         whole = sum(weights) or 1.0
-        self.maximum = [
-            UNBOUNDED if told.maximum is None else told.maximum.of(self.limit)
-            for _, told in self._all()
-        ]
         self.share = [
             max(1.0, min(least + rest * weight / whole, most))
             for least, weight, most in zip(self.minimum, weights, self.maximum, strict=True)

@@ -75,6 +75,14 @@ class Config:
     transient_share: float
     room_wait_s: float
     installation: str | None
+    hbm_device: str
+    hbm_limit: int
+    hbm_write: str
+    hbm_read_s: float
+    hbm_write_s: float
+    hbm_scrub: int
+    hbm_reserve: int
+    hbm_workers: int
     nvme_path: str | None
     nvme_limit: int
     nvme_write: str

@@ -376,6 +376,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("tiers", "installation", "installation", "auto", installation, "NAME",
             "whose objects these are in shared media: equal for all lives of one daemon, different "
             "for any two (auto: host name, uid and instance)"),
+    Setting("tiers.hbm", "device", "hbm_device", "", text, "DEVICE",
+            "cuda:N, whose memory is a tier (cpu: host memory, for trials); empty: off"),
+    *_tier("tiers.hbm", "hbm", "4GiB", "on-second-hit", 2),
+    Setting("tiers.hbm", "reserve", "hbm_reserve", "512MiB", size(0, 2**50), "SIZE",
+            "bytes of the device that are left free for the engines"),
+    Setting("tiers.hbm", "workers", "hbm_workers", 2, count(1, 64), "N", "copies at a time"),
     Setting("tiers.nvme", "path", "nvme_path", "", maybe_path, "DIR",
             "a directory of its own for the NVMe tier; empty: off"),
     *_tier("tiers.nvme", "nvme", "16GiB", "on-demote", 5),

@@ -1,4 +1,4 @@
-"""From the configuration to the tiers below DRAM, in their order: nvme, redis, s3.
+"""From the configuration to the tiers beside and below DRAM, in their order: hbm, nvme, redis, s3.
 
 The law of this module: a tier is imported, and what it needs installed, only where it is
 configured; what is missing is named with the extra that brings it.
@@ -41,6 +41,8 @@ class TierPlan(NamedTuple):
 def plan_tiers(config: Config) -> list[TierPlan]:
     """What is configured, the nearest first. ConfigError."""
     plans = []
+    if config.hbm_device:
+        plans.append(_hbm(config))
     if config.nvme_path is not None:
         plans.append(_nvme(config, config.nvme_path))
     if config.redis_url:
@@ -87,6 +89,28 @@ def _installation(config: Config) -> str:
 
 def _pool(workers: int) -> PoolConfig:
     return PoolConfig(workers=workers, writers=max(1, workers - 1), spares=workers)
+
+
+def _hbm(config: Config) -> TierPlan:
+    _needs("torch", "tiers.hbm.device", "gpu")
+    from kvd.tiers.hbm import HbmBackend, HbmConfig
+
+    workers = config.hbm_workers
+    settings = HbmConfig(config.hbm_device, config.hbm_limit, reserve_bytes=config.hbm_reserve)
+    HbmBackend(settings)  # a limit that can't be used is refused before anything is taken
+    known = TierConfig(
+        "hbm",
+        config.hbm_limit,
+        WritePolicy(config.hbm_write),
+        int(config.hbm_read_s * NS),
+        int(config.hbm_write_s * NS),
+        reads=workers,
+        writes=workers,
+        scrub=config.hbm_scrub,
+    )
+    return TierPlan(
+        known, lambda done: PooledTier("hbm", HbmBackend(settings), done, _pool(workers))
+    )
 
 
 def _nvme(config: Config, path: str) -> TierPlan:

@@ -236,6 +236,29 @@ def test_one_read_serves_all_who_wait_for_it() -> None:
         assert list(got.outcomes) == [O.OK]
 
 
+def test_fifty_loads_of_one_prefix_are_one_read_a_chunk_and_all_end_with_it() -> None:
+    """K155: who asks while a chunk is being read shares that read, and is served in that moment."""
+    world = World(8192 * KIB, 64 * KIB, tiers=(TierConfig("nvme", 1 << 24),), lease_share=1.0)
+    owner = world.open(admin=True)
+    owner.register(ONE)
+    hashes = chain("system prompt", 40)
+    assert set(owner.store(ONE, hashes)) == {O.OK}
+    world.ask(ev.TierCommand(owner.number, 0, "nvme", "drain"))
+    world.settle()
+    owner.evict(ev.Selector(tier="dram", everything=True))
+    world.auto = False
+    clients = [world.open() for _ in range(50)]
+    transfers = [(c, c.lookup(ONE, hashes, LOAD).load.transfer) for c in clients]
+    done = 0
+    while running := reads(world):
+        world.do(running[0])
+        done += 1
+        for client, transfer in transfers:
+            got = world.ask(ev.Wait(client.number, 0, transfer, 0, world.now))
+            assert list(got.outcomes).count(O.OK) == done
+    assert done == len(hashes)
+
+
 @pytest.mark.parametrize("fail", [3, 4, 5])
 def test_a_tier_that_refuses_is_a_miss_and_its_chunk_stays_there(fail: int) -> None:
     world = ladder(auto=False)

@@ -77,6 +77,14 @@ def test_minima_that_do_not_fit_are_scaled_down_together() -> None:
     assert tier.minimum == [0, 400, 400] and sum(tier.share[1:]) == 800
 
 
+def test_a_minimum_beyond_its_maximum_or_the_tier_claims_no_more_of_the_others() -> None:
+    quarter = TierShare(Amount(0, 0.25))
+    capped = tier_of(quarter, TierShare(Amount(0, 0.9), 1.0, Amount(100)))
+    assert capped.minimum == [0, 250, 100]
+    larger = tier_of(quarter, TierShare(Amount(1_000_000)))
+    assert larger.minimum == [0, 200, 800]
+
+
 def test_the_largest_use_over_its_share_gives_and_never_one_at_its_minimum() -> None:
     tier = tier_of(TierShare(Amount(500)), TierShare(), TierShare())
     tier.use = [0, 500, 260, 240]
@@ -391,25 +399,23 @@ class SharesMachine(RuleBasedStateMachine):
         sizes = list(self.world.slot_sizes)
         result, actions = self.world.request(event)
         per = self.world.config.records_per_slab
-        chunk: bytes | None = None
+        gone: dict[str, list[int]] = {}
         for action in actions:
             if isinstance(action, ac.WriteRecord):
                 owner[action.record] = action.header
-            if isinstance(action, ac.AssignSlab):
+            elif isinstance(action, ac.AssignSlab):
                 sizes[action.slab] = action.slot_size
+            elif isinstance(action, ac.PatchRecord) and action.state is State.FREE:
+                header = owner[action.record]
+                assert header.chunk
+                # the size that the slot had when it went: its slab may change class after that
+                other = self.digests[header.namespace_digest]
+                gone.setdefault(other, []).append(sizes[action.record // per])
         if self.tiers:
             return result
-        gone: dict[str, list[int]] = {}
-        for action in actions:
-            if isinstance(action, ac.PatchRecord) and action.state is State.FREE:
-                header = owner[action.record]
-                other = self.digests[header.namespace_digest]
-                chunk = header.chunk
-                assert chunk
-                gone.setdefault(other, []).append(self.world.slot_sizes[action.record // per])
         after = self.naive()
         for other, slots in gone.items():
-            if other != name and sizes == self.world.slot_sizes:
+            if other != name:
                 # the last one that went was one too many at most
                 assert after[other] + max(slots) > min(MINIMA[other], have[other])
         return result

@@ -107,6 +107,15 @@ def test_a_line_that_does_not_hold_is_named(tmp_path: Path, lines: str, says: st
     assert says in str(caught.value)
 
 
+def test_a_last_line_that_was_cut_is_passed_over(tmp_path: Path) -> None:
+    """As a daemon leaves it that was killed while it wrote."""
+    file = write(tmp_path / "cut.jsonl", row(0, 600, 1, 2), row(1, 600, 1, 3))
+    whole = file.read_bytes()
+    for end in range(len(whole) // 2, len(whole)):
+        file.write_bytes(whole[:end])
+        assert len(read_trace(file).requests) == 1 + (end == len(whole) - 1)
+
+
 def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="No such file"):
         read_trace(tmp_path / "nowhere.jsonl")

@@ -282,7 +282,7 @@ def _policy_tables(rows: list[dict[str, Any]]) -> list[Table]:
 
 def _tiers_tables(result: dict[str, Any]) -> list[Table]:
     table = _table(
-        "nvme", ">chunk", "engine", ">limit write GB/s", ">ratio", ">limit read GB/s", ">ratio"
+        "nvme, s3", ">chunk", "engine", ">limit write GB/s", ">ratio", ">limit read GB/s", ">ratio"
     )
     for row in result["nvme"]:
         table.add_row(
@@ -292,6 +292,15 @@ def _tiers_tables(result: dict[str, Any]) -> list[Table]:
             f"{row['write_ratio']:.2f}",
             f"{row['limit_read_gbps']:.2f}",
             f"{row['read_ratio']:.2f}",
+        )
+    for row in result["s3"]:
+        table.add_row(
+            f"{row['chunk_bytes'] >> 20} MiB",
+            "s3, over bare boto3",
+            f"{row['limit_put_gbps']:.2f}",
+            f"{row['put_ratio']:.2f}",
+            f"{row['limit_get_gbps']:.2f}",
+            f"{row['get_ratio']:.2f}",
         )
     warm = result["warm_start"]
     rest = _table("the ladder", "", ">")

@@ -30,6 +30,7 @@ from kvd.tiers.nvme import NvmeBackend, NvmeConfig
 from kvd.tiers.pool import PoolConfig, PooledTier
 from kvd.tools.bench.daemon import BenchError, Daemon
 from kvd.tools.bench.machine import busy
+from kvd.tools.bench.s3 import run_s3
 
 MIB = 1 << 20
 DEPTH = 4  # reads or writes at a time
@@ -44,7 +45,7 @@ def run_tiers(directory: str | None, *, quick: bool = False) -> dict[str, Any]:
         nvme = [_nvme(folder, size, max(DEPTH, total // size)) for size in sizes]
         return {
             "nvme": nvme,
-            "s3": [],  # without a service there is nothing to compare with
+            "s3": run_s3(folder, sizes, total // 4, rounds=2 if quick else 5),
             "first_chunk_ratio": _first_chunk(folder, quick=quick),
             "warm_start": _warm_start(folder, 20_000 if quick else 1_000_000),
             "lookup_p99_ratio_under_demotion": _under_demotion(folder, quick=quick),

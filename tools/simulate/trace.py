@@ -3,7 +3,8 @@
 The law of this module: one JSON object a line in the format of the Mooncake traces (timestamp in
 ms, input_length in tokens, hash_ids: one id for each block of the prompt, where an id stands for
 the block and all before it). Hashes only, never tokens. A line that does not hold is refused with
-its number: a figure over half a trace is worse than none.
+its number: a figure over half a trace is worse than none. Only a last line without its end is
+passed over: whoever wrote it was killed, or is writing.
 """
 
 from __future__ import annotations
@@ -57,7 +58,13 @@ def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> Trace:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     try:
-                        request = _request(json.loads(line), unique)
+                        row = json.loads(line)
+                    except ValueError as error:
+                        if not line.endswith(b"\n"):
+                            break
+                        raise TraceError(f"{path}:{number}: {error}") from error
+                    try:
+                        request = _request(row, unique)
                     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
                         raise TraceError(f"{path}:{number}: {_why(error)}") from error
                     above = -1
