@@ -273,23 +273,33 @@ class Desk:
         request.respond.result(request, reply, ())
 
     def own_stat(self, stat: dict[str, Any], *, admin: bool) -> dict[str, Any]:
-        """The core's answer and what only the server knows."""
+        """The core's answer and what only the server knows. How busy the daemon is with others is
+        an admin's business: a tenant sees what it did itself."""
+        faults = self.loop.faults + self.counters.of("faults")
+        if not admin:
+            return {
+                **stat,
+                "tiers": self.ladder.stat(stat["tiers"], admin=False),
+                "version": __version__,
+                "pid": os.getpid(),
+                "draining": self.draining,
+                "loop": {"faults": faults},
+            }
         counted = self.counters.snapshot()
         tenants = stat["tenants"]
-        if admin:
-            order = [*self.carrier.core.tenants, *tenants]
-            tenants = capped(tenants, order, self.config.tenant_metrics)
+        order = [*self.carrier.core.tenants, *tenants]
+        tenants = capped(tenants, order, self.config.tenant_metrics)
         transfers = self.transfers.counters
         counted["transfers"] = {
             "done": transfers.done,
             "failed": transfers.failed,
             "stuck": transfers.stuck,
         }
-        if self.directory is not None and admin:
+        if self.directory is not None:
             stat["directory"] = self.directory.stat()
         return {
             **stat,
-            "tiers": self.ladder.stat(stat["tiers"], admin=admin),
+            "tiers": self.ladder.stat(stat["tiers"], admin=True),
             "tenants": tenants,
             "version": __version__,
             "pid": os.getpid(),
@@ -297,7 +307,7 @@ class Desk:
             "counters": {**stat["counters"], **counted},
             "loop": {
                 "turns": self.loop.turns,
-                "faults": self.loop.faults + self.counters.of("faults"),
+                "faults": faults,
                 "longest_turn_ms": round(self.loop.longest_turn_s * 1000, 3),
                 "requests_in_flight": self.sessions.inflight,
                 "transfers_pending": self.transfers.pending,

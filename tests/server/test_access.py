@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -128,6 +129,23 @@ def test_without_the_admin_role_one_sees_and_evicts_ones_own(daemon: DaemonProce
 
         assert forked(life, 41001, []) in (["team-u", "refused", "0"], ["refused", "0"])
         assert mine.lookup(digest, 0, 3).leading == 3
+
+
+@as_root
+def test_what_others_do_does_not_show_in_a_tenants_stat(daemon: DaemonProcess) -> None:
+    def life() -> list[str]:
+        with RawClient(daemon.socket) as client:
+            stat = client.stat()
+            return [json.dumps({name: stat[name] for name in ("counters", "gauges", "loop")})]
+
+    before = forked(life, 41001, [])
+    with RawClient(daemon.socket) as mine:
+        digest = mine.register(spec(8192))
+        mine.store(digest, 0, 3)
+        assert mine.lookup(digest, 0, 3).leading == 3
+        with pytest.raises(AuthError):
+            RawClient(daemon.socket, token=b"z" * 32)
+    assert forked(life, 41001, []) == before
 
 
 def test_refusals_are_counted_by_reason(daemon: DaemonProcess) -> None:
