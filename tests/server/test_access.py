@@ -140,7 +140,7 @@ def test_what_others_do_does_not_show_in_a_tenants_stat(daemon: DaemonProcess) -
 
     before = forked(life, 41001, [])
     with RawClient(daemon.socket) as mine:
-        digest = mine.register(spec(8192))
+        digest = mine.register(spec(12288))
         mine.store(digest, 0, 3)
         assert mine.lookup(digest, 0, 3).leading == 3
         with pytest.raises(AuthError):
