@@ -129,9 +129,10 @@ def test_a_stopped_daemon_costs_the_deadline_once(
         for _ in range(3):
             assert generate(kv, ids) == (want, 0)
         assert time.monotonic() - begin < 5
-        assert kv.counts["load.silent"] == 2
+        # a slow machine gets to the next trial, after a second; the one after it waits for two
+        assert 1 <= kv.counts["load.silent"] <= 2
         daemon.signal(signal.SIGCONT)
-        time.sleep(1.1)
+        time.sleep(2.2)
         assert generate(kv, ids) == (want, 96)
 
 
