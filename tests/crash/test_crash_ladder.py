@@ -256,7 +256,6 @@ def killed_again_and_again(home: Path, rounds: int, more: list[str], env: dict[s
     finally:
         journal.close()
     assert came_back > rounds, f"hardly anything came back: {came_back}, {journal.state()}"
-    assert demanded > 0, "in every life something had to go"
     # What was acknowledged a moment before a kill may have had to make room in that very moment;
     # mostly it is there.
     assert kept_recent >= 0.5 * demanded, f"{kept_recent} of {demanded}: CRASH_SEED={SEED}"
