@@ -1,7 +1,8 @@
 """SIGKILL at random moments, over DRAM, NVMe and S3: what comes back is right, or nothing does.
 
 CRASH_ROUNDS (default 9; continuous integration does 30) says how often, all tiers together;
-CRASH_SEED makes the moments those of an earlier run. `CRASH_ROUNDS=3000 make test PYTEST_ARGS=tests/crash` goes on for an hour.
+CRASH_SEED makes the moments those of an earlier run.
+`CRASH_ROUNDS=3000 make test PYTEST_ARGS=tests/crash` goes on for an hour.
 """
 
 from __future__ import annotations
