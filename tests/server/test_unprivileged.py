@@ -58,7 +58,7 @@ class Unprivileged(DaemonProcess):
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _DAEMON, str(UID), *self.args],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=log, cwd=self.directory,
-                env={**self.env, **(env or {})},
+                env={**self.env, "HOME": self.directory, **(env or {})},
             )  # fmt: skip
         return self.process
 
