@@ -165,20 +165,36 @@ def _redis(config: Config) -> TierPlan:
         timeout_s=min(2.0, config.redis_read_s),
         connections=2 * workers,
     )
-    known = TierConfig(
+    known = _remote(
         "redis",
         config.redis_limit,
-        WritePolicy(config.redis_write),
-        int(config.redis_read_s * NS),
-        int(config.redis_write_s * NS),
-        reads=workers,
-        writes=workers,
-        first_alone=False,
-        scrub=config.redis_scrub,
+        config.redis_write,
+        (config.redis_read_s, config.redis_write_s),
+        workers,
+        config.redis_scrub,
     )
     return TierPlan(
         known,
         lambda done: PooledTier("redis", RedisBackend(settings), done, _pool(workers)),
+    )
+
+
+def _remote(
+    name: str, limit: int, write: str, patience_s: tuple[float, float], workers: int, scrub: int
+) -> TierConfig:
+    """What the core is told of a tier behind a network, whose requests don't slow each other.
+    `patience_s`: for a read, for a write."""
+    read_s, write_s = patience_s
+    return TierConfig(
+        name,
+        limit,
+        WritePolicy(write),
+        int(read_s * NS),
+        int(write_s * NS),
+        reads=workers,
+        writes=workers,
+        first_alone=False,
+        scrub=scrub,
     )
 
 
@@ -201,16 +217,13 @@ def _s3(config: Config) -> TierPlan:
         ttl_s=config.s3_ttl_s,
         concurrency=workers,
     )
-    known = TierConfig(
+    known = _remote(
         "s3",
         config.s3_limit,
-        WritePolicy(config.s3_write),
-        int(config.s3_read_s * NS),
-        int(config.s3_write_s * NS),
-        reads=workers,
-        writes=workers,
-        first_alone=False,
-        scrub=config.s3_scrub,
+        config.s3_write,
+        (config.s3_read_s, config.s3_write_s),
+        workers,
+        config.s3_scrub,
     )
     return TierPlan(
         known,
