@@ -108,6 +108,8 @@ class Seaweed:
             weed, "-logtostderr=true", "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
             f"-dir={home / 'data'}", "-filer", "-s3", f"-s3.config={home / 's3.json'}",
             "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
+            # Alone it wins every election: the usual 10 s are what it waits after a restart.
+            "-master.electionTimeout=500ms", "-master.heartbeatInterval=50ms",
             "-master.volumeSizeLimitMB=256", "-volume.max=50", *flags,
         ]  # fmt: skip
         self.port = ports[0]
