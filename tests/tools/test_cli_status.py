@@ -145,7 +145,12 @@ def test_reasons_come_with_the_most_frequent_first() -> None:
 def test_an_operator_reads_whether_metrics_are_exported_and_how_that_goes() -> None:
     assert "not exported" in shown(stat(telemetry={"state": "off"}))
     counts = {"exports": {"ok": 7, "failed": 2, "skipped": 0}}
-    well = {"state": "ok", "endpoint": "http://c:4317", "failing_since_unix_ns": 0, "last_error": "x"}
+    well = {
+        "state": "ok",
+        "endpoint": "http://c:4317",
+        "failing_since_unix_ns": 0,
+        "last_error": "x",
+    }
     text = " ".join(shown(stat(telemetry=well, counters=counts)).split())
     assert "exported to http://c:4317: ok; exports: 7 ok, 2 failed" in text
     since = time.time_ns() - 125_000_000_000
