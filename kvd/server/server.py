@@ -23,6 +23,7 @@ from kvd.errors import ConfigError
 from kvd.server.adoption import check_arena_path, open_core, policy_of
 from kvd.server.attach import AttachServer
 from kvd.server.carry import Carrier
+from kvd.server.collector import open_export, plan_export
 from kvd.server.config import Config
 from kvd.server.counters import Counters
 from kvd.server.desk import Desk
@@ -94,6 +95,7 @@ class Server:
         access = open_access(config, registry)
         keys = _tcp_keys(config)
         plans = plan_tiers(config)
+        export = plan_export(config)
         policy_of(config)
         self.endpoint = Endpoint(config.socket)
         self.endpoint.claim()
@@ -195,6 +197,10 @@ class Server:
             recorder,
         )
         self._listen(limits)
+        self.exporter = self.desk.exporter = open_export(config, export)
+        if self.exporter is not None:
+            undo.callback(self.exporter.close)
+            self._export()
         self._timers()
         if not self._arena_is_whole:
             self._reserve_more()
@@ -205,6 +211,10 @@ class Server:
             gc.freeze()
             undo.callback(gc.unfreeze)
         self._served = True
+
+    def _export(self, now: float = 0.0) -> None:
+        if self.exporter is not None and self.exporter.idle:
+            self.exporter.take(self.desk.figures())
 
     def tcp_namespaces(self, keys: TcpKeys | None) -> list[str]:
         return list(dict.fromkeys(keys.clients.values())) if keys is not None else []
@@ -290,6 +300,8 @@ class Server:
             self.loop.every(
                 self.config.eviction_keep_s, lambda now: self.carrier.feed(ev.Remember())
             )
+        if self.exporter is not None:
+            self.loop.every(self.config.telemetry_interval_s, self._export)
         if self._notifier.watchdog_s is not None:
             self.loop.every(self._notifier.watchdog_s, lambda now: self._notifier.alive())
 
@@ -391,6 +403,8 @@ class Server:
         sessions = len(self.sessions)
         for session in self.sessions.all():
             self.desk.end(session, "shutdown")
+        if self.exporter is not None:
+            self.exporter.close(self.desk.figures())
         self._keep_policies()
         self.arena.set_clean()
         self._undo.close()

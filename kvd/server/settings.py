@@ -195,6 +195,31 @@ def endpoint(value: object) -> str | None:
     return found
 
 
+def collector(value: object) -> str:
+    found = text(value).rstrip("/")
+    if found == "":
+        return ""
+    match = re.fullmatch(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})", found)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise ValueError("give http://HOST:PORT or https://HOST:PORT; gRPC's usual port is 4317")
+    return found
+
+
+def attributes(value: object) -> tuple[str, ...]:
+    """NAME=VALUE: a list, or text with commas between."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise ValueError("give a list of NAME=VALUE")
+    found = tuple(text(item) for item in value)
+    for item in found:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9._/-]{0,127}=.{1,256}", item):
+            raise ValueError(f"{item[:40]!r} is not NAME=VALUE")
+    if len({item.partition("=")[0] for item in found}) < len(found):
+        raise ValueError("a name stands there twice")
+    return found
+
+
 def identifiers(value: object) -> tuple[int, ...]:
     """uids or gids: a list of numbers, or text with commas between."""
     if isinstance(value, str):
@@ -442,6 +467,21 @@ SETTINGS: tuple[Setting, ...] = (
             "no tokens; empty: off"),
     Setting("trace", "limit", "trace_limit", "256MiB", size(2**16, 2**40), "SIZE",
             "bytes of the record, PATH and PATH.1 together"),
+    Setting("telemetry", "otlp_endpoint", "otlp_endpoint", "", collector, "URL",
+            "http://HOST:PORT (https:// with TLS) of an OpenTelemetry collector's gRPC receiver, "
+            "which gets the metrics of docs/telemetry.md; empty: off"),
+    Setting("telemetry", "otlp_headers_file", "otlp_headers_file", "", maybe_path, "PATH",
+            "file with a line NAME: VALUE for each header that goes with an export, for example "
+            "an authorization"),
+    Setting("telemetry", "otlp_ca_file", "otlp_ca_file", "", maybe_path, "PATH",
+            "certificates (PEM) of who may vouch for an https:// endpoint; empty: the system's"),
+    Setting("telemetry", "interval_s", "telemetry_interval_s", 15, number(0.1, 3600, "seconds"),
+            "SECONDS", "between exports"),
+    Setting("telemetry", "timeout_s", "telemetry_timeout_s", 10, number(0.1, 600, "seconds"),
+            "SECONDS", "an export that takes longer has failed"),
+    Setting("telemetry", "attributes", "telemetry_attributes", [], attributes, "NAME=VALUE,...",
+            "of the resource that exports speak of, beside service.name = kvd, "
+            "service.instance.id, service.version and host.name"),
     Setting("namespaces", "", "namespaces", [], namespaces, "RULES",
             "who belongs to which namespace: name=NAME,uids=1001+1002,gids=100,token_file=PATH;… "
             "(the daemon's own uid and root: `default`)"),

@@ -87,6 +87,15 @@ _ALL = (
         ("core", "action", "request", "loop"),
     ),
     Metric(
+        "exports",
+        _C,
+        "exports",
+        "Exports of metrics, by result. failed: not taken; the next one has it all again. skipped: "
+        "it was due, and the one before was still under way.",
+        "result",
+        ("ok", "failed", "skipped"),
+    ),
+    Metric(
         "transfers",
         _C,
         "jobs",
