@@ -26,6 +26,7 @@ _DESCENT = 8192  # steps down one hole's subtree at a time
 _FEW = 64
 _SWEEP = 256
 _SCAN = 1024  # rows looked at where a policy does not know all
+_NONE_CLEAN_NS = 50_000_000  # what is cold is not looked through again for so long
 _WAITS = 8  # times that one slot waits for slabs to be emptied
 NO_ROOM, OVER_MAXIMUM = -1, -2  # what `slot` answers instead of a record
 
@@ -54,6 +55,8 @@ class Evictions:
         self._store = store
         self.reclass = Reclass(store, jobs, self.legal, self.room, self.assign)
         self._hand = 0  # of the scan
+        # until when, by queue: what is coldest lies nowhere below, so that is not looked for
+        self._none_clean: dict[int, int] = {}
         # the next to go under a hole, so that a long chain is not walked down for each: by queue
         self._under: dict[int, tuple[int, bytes, int, bytes]] = {}
         # with tiers below: whether demotions will free slots of a class, and when to stop waiting
@@ -244,8 +247,12 @@ class Evictions:
             return False
         queues = [queue for queue in self._queues(size) if store.residents[queue]]
         for queue in self._givers(queues, by, size):
+            if store.now < self._none_clean.get(queue, 0):
+                continue
             for n, row in enumerate(store.policy.victims(queue, store.now)):
                 if n >= _SKIPS:
+                    if not but:
+                        self._none_clean[queue] = store.now + _NONE_CLEAN_NS
                     break
                 if not store.chunks.below[row] or row in but:
                     continue
