@@ -99,7 +99,7 @@ class Core:
         self._writes = Writes(self._store)
         self._reserves = Reserves(self._store, self._writes, self._evictions)
         self._leases = Leases(self._store)
-        self._transfers = Transfers(self._store, self._fetches)
+        self._transfers = Transfers(self._store, self._jobs, self._fetches)
         self._leases.ended = self._transfers.lease_ended
         self._leases.kept = self._fetches.keep
         self._leases.second = self._demotions.hit
