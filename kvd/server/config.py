@@ -76,6 +76,7 @@ class Config:
     watermarks: tuple[float, float]
     transient_share: float
     room_wait_s: float
+    retry_s: float
     installation: str | None
     hbm_device: str
     hbm_limit: int

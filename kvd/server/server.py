@@ -30,7 +30,7 @@ from kvd.server.desk import Desk
 from kvd.server.dispatch import Dispatcher
 from kvd.server.endpoint import Endpoint
 from kvd.server.inline import Inline
-from kvd.server.ladder import WATCH_S, Ladder
+from kvd.server.ladder import RECOVER_AGAIN_S, WATCH_S, Ladder
 from kvd.server.limiter import Limiter
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
@@ -124,7 +124,12 @@ class Server:
         self.counters = Counters()
         self.transfers = Transfers(config.workers, stuck_s=config.stuck_s)
         undo.callback(self.transfers.close, STOP_WORKERS_S)
-        self.ladder = Ladder(plans, self.arena.view, Path(config.arena_base))
+        self.ladder = Ladder(
+            plans,
+            self.arena.view,
+            Path(config.arena_base),
+            min(RECOVER_AGAIN_S, config.retry_s),
+        )
         undo.callback(self.ladder.close)
         self.ladder.start()
         self.directory = plan_directory(config, plans)

@@ -416,6 +416,9 @@ SETTINGS: tuple[Setting, ...] = (
             "SHARE", "most of the arena that first hits from tiers below may hold"),
     Setting("tiers", "room_wait_s", "room_wait_s", 0.05, number(0, 60, "seconds"), "SECONDS",
             "how long a store that finds DRAM full waits for demotions before chunks are dropped"),
+    Setting("tiers", "retry_s", "retry_s", 30, number(0.01, DAY, "seconds"), "SECONDS",
+            "a tier that fails is tried again after a second, then after ever longer, but never "
+            "later than this"),
     Setting("tiers", "installation", "installation", "auto", installation, "NAME",
             "whose objects these are in shared media: equal for all lives of one daemon, different "
             "for any two (auto: host name, uid and instance)"),
