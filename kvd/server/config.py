@@ -38,6 +38,8 @@ _OTHER_WORDS = {
     "daemon.log_level": ("verbos", "debug"),
     "eviction.policy": ("evict", "lru", "replacement"),
     "limits.sessions": ("client", "connection"),
+    "telemetry.otlp_endpoint": ("otel", "otlp", "collector", "metrics_end"),
+    "telemetry.prometheus": ("prom", "scrape", "metrics_port"),
     "tenants": ("tenant", "user", "quota"),
 }
 
@@ -74,6 +76,7 @@ class Config:
     watermarks: tuple[float, float]
     transient_share: float
     room_wait_s: float
+    retry_s: float
     installation: str | None
     hbm_device: str
     hbm_limit: int
@@ -126,6 +129,13 @@ class Config:
     directory_wait_s: float
     trace_record: str | None
     trace_limit: int
+    otlp_endpoint: str
+    otlp_headers_file: str | None
+    otlp_ca_file: str | None
+    telemetry_interval_s: float
+    telemetry_timeout_s: float
+    telemetry_attributes: tuple[str, ...]
+    prometheus: str | None
     namespaces: tuple[NamespaceRule, ...]
     tenants: tuple[Tenant, ...]
     isolation: bool
@@ -227,6 +237,14 @@ def _check_together(config: Config) -> None:
         raise refuse("tiers.watermarks", "the high one is below the low one")
     if config.directory_url and not config.s3_bucket:
         raise refuse("directory.url", "needs tiers.s3.bucket: it tells who has what in that bucket")
+    for name, value in (
+        ("telemetry.otlp_headers_file", config.otlp_headers_file),
+        ("telemetry.otlp_ca_file", config.otlp_ca_file),
+    ):
+        if value is not None and not config.otlp_endpoint:
+            raise refuse(name, "of no use without telemetry.otlp_endpoint; give that, too")
+    if config.otlp_ca_file is not None and not config.otlp_endpoint.startswith("https://"):
+        raise refuse("telemetry.otlp_ca_file", "telemetry.otlp_endpoint is not https://")
     if config.admin_group and _group_id(config.admin_group) is None:
         raise refuse("admin.group", "no such group; give the name or number of one that exists")
     if config.tcp_endpoint is not None:

@@ -27,7 +27,7 @@ from kvd.server.transfers import Job, Transfers
 from kvd.tiers import base as t
 from kvd.tiers.backend import Refused
 
-__all__ = ["Ladder"]
+__all__ = ["RECOVER_AGAIN_S", "Ladder"]
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,14 @@ class Ladder:
     """All tiers below DRAM. `feed` takes an event for the core; `beside`: the arena's file, whose
     neighbours are what has to outlive the daemon. For the loop's thread."""
 
-    def __init__(self, plans: Sequence[TierPlan], view: memoryview, beside: Path) -> None:
+    def __init__(
+        self,
+        plans: Sequence[TierPlan],
+        view: memoryview,
+        beside: Path,
+        recover_again_s: float = RECOVER_AGAIN_S,
+    ) -> None:
+        """`recover_again_s`: the pause after a medium failed while it told what lies there."""
         self.completions = t.Completions()
         self.plans = plans
         self.tiers: list[t.Tier] = []
@@ -50,6 +57,7 @@ class Ladder:
         self.feed: Callable[[Any], None] = lambda event: None
         self.completed: Callable[[Any, t.Completion], None] | None = None  # told before the core
         self._view = view
+        self._recover_again_s = recover_again_s
         self._cursors = [
             plan.cursor or beside.with_name(f"{beside.name}.scrub-{plan.config.name}")
             for plan in plans
@@ -116,7 +124,7 @@ class Ladder:
                             return
                 except Refused as refused:
                     log.warning("tier %s: what lies there is not known yet: %s", tier.name, refused)
-                    self._closing.wait(RECOVER_AGAIN_S)
+                    self._closing.wait(self._recover_again_s)
                 except Exception:  # the boundary of a thread: the tier serves without the rest
                     log.exception("tier %s: what lies there is not known in full", tier.name)
                     return

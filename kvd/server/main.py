@@ -18,6 +18,7 @@ from kvd import __version__
 from kvd.arena import plan
 from kvd.errors import ArenaError, ConfigError
 from kvd.server.adoption import check_arena_path, policy_of
+from kvd.server.collector import plan_export
 from kvd.server.config import Config, load_config, nearest_flag, resolved_toml
 from kvd.server.server import Server, limits_of
 from kvd.server.settings import SETTINGS
@@ -120,6 +121,7 @@ def _check(config: Config) -> None:
     open_access(config, open_registry(config))
     plan_tiers(config)
     policy_of(config)
+    plan_export(config)
     if config.tcp_endpoint is not None:
         read_secret_key(config.tcp_secret_key_file or "")
         read_clients(config.tcp_clients_file or "")
@@ -146,6 +148,7 @@ def start_block(server: Server) -> str:
         ("tiers", f"dram {format_size(arena.size)}"),
         *_tiers(server),
         ("eviction", policy_of(config)().name),
+        ("metrics", _metrics(config)),
         ("epoch", str(arena.epoch)),
     )
     lines = [f"kvd {__version__}, pid {os.getpid()}"]
@@ -164,6 +167,15 @@ def _tiers(server: Server) -> list[tuple[str, str]]:
         )
         for plan, report in zip(ladder.plans, ladder.reports, strict=True)
     ]
+
+
+def _metrics(config: Config) -> str:
+    told = []
+    if config.otlp_endpoint:
+        told.append(f"to {config.otlp_endpoint} every {config.telemetry_interval_s:g} s")
+    if config.prometheus is not None:
+        told.append(f"at http://{config.prometheus}/metrics")
+    return ", ".join(told) or "not exported"
 
 
 def _log_to_stderr(level: str) -> None:

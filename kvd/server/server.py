@@ -23,13 +23,14 @@ from kvd.errors import ConfigError
 from kvd.server.adoption import check_arena_path, open_core, policy_of
 from kvd.server.attach import AttachServer
 from kvd.server.carry import Carrier
+from kvd.server.collector import open_export, plan_export
 from kvd.server.config import Config
 from kvd.server.counters import Counters
 from kvd.server.desk import Desk
 from kvd.server.dispatch import Dispatcher
 from kvd.server.endpoint import Endpoint
 from kvd.server.inline import Inline
-from kvd.server.ladder import WATCH_S, Ladder
+from kvd.server.ladder import RECOVER_AGAIN_S, WATCH_S, Ladder
 from kvd.server.limiter import Limiter
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
@@ -37,6 +38,7 @@ from kvd.server.notify import Notifier
 from kvd.server.recording import Recorder
 from kvd.server.remembering import Keeper
 from kvd.server.respond import Responder, new_router
+from kvd.server.scrape import Scrapes
 from kvd.server.sessions import Sessions
 from kvd.server.sizes import format_size
 from kvd.server.tcp import TcpEndpoint, TcpKeys, read_clients, read_secret_key
@@ -89,15 +91,18 @@ class Server:
 
     def _startup(self) -> None:
         config, undo = self.config, self._undo
+        started_unix_ns = time.time_ns()
         _raise_descriptor_limit()
         registry = open_registry(config)
         access = open_access(config, registry)
         keys = _tcp_keys(config)
         plans = plan_tiers(config)
+        export = plan_export(config)
         policy_of(config)
         self.endpoint = Endpoint(config.socket)
         self.endpoint.claim()
         undo.callback(self.endpoint.close)
+        self.scrapes = self._open_scrapes()
 
         self.context = zmq.Context(io_threads=1)
         undo.callback(self.context.term)
@@ -119,7 +124,12 @@ class Server:
         self.counters = Counters()
         self.transfers = Transfers(config.workers, stuck_s=config.stuck_s)
         undo.callback(self.transfers.close, STOP_WORKERS_S)
-        self.ladder = Ladder(plans, self.arena.view, Path(config.arena_base))
+        self.ladder = Ladder(
+            plans,
+            self.arena.view,
+            Path(config.arena_base),
+            min(RECOVER_AGAIN_S, config.retry_s),
+        )
         undo.callback(self.ladder.close)
         self.ladder.start()
         self.directory = plan_directory(config, plans)
@@ -171,6 +181,7 @@ class Server:
             lockwatch=self.lockwatch,
             loop=self.loop,
             registry=opened.registry,
+            started_unix_ns=started_unix_ns,
             tenancy=self.tenancy,
             sessions=self.sessions,
             transfers=self.transfers,
@@ -190,6 +201,11 @@ class Server:
             recorder,
         )
         self._listen(limits)
+        self.exporter = self.desk.exporter = open_export(config, export)
+        if self.exporter is not None:
+            undo.callback(self.exporter.close)
+            self._export()
+        self.desk.scrapes = self.scrapes
         self._timers()
         if not self._arena_is_whole:
             self._reserve_more()
@@ -200,6 +216,17 @@ class Server:
             gc.freeze()
             undo.callback(gc.unfreeze)
         self._served = True
+
+    def _export(self, now: float = 0.0) -> None:
+        if self.exporter is not None and self.exporter.idle:
+            self.exporter.take(self.desk.figures())
+
+    def _open_scrapes(self) -> Scrapes | None:
+        if self.config.prometheus is None:
+            return None
+        scrapes = Scrapes(self.config.prometheus)
+        self._undo.callback(scrapes.close)
+        return scrapes
 
     def tcp_namespaces(self, keys: TcpKeys | None) -> list[str]:
         return list(dict.fromkeys(keys.clients.values())) if keys is not None else []
@@ -263,6 +290,9 @@ class Server:
         if (directory := self.directory) is not None:
             loop.watch(directory.news, lambda events: directory.hear())
         loop.watch(self.transfers.wakeup, lambda events: self.transfers.drain())
+        if (scrapes := self.scrapes) is not None:
+            loop.watch(scrapes.asked, lambda events: scrapes.hear(self.desk.figures))
+            scrapes.start()
         loop.on_signals(STOP_SIGNALS, self._on_signal)
 
     def _tcp_gone(self) -> None:
@@ -285,6 +315,8 @@ class Server:
             self.loop.every(
                 self.config.eviction_keep_s, lambda now: self.carrier.feed(ev.Remember())
             )
+        if self.exporter is not None:
+            self.loop.every(self.config.telemetry_interval_s, self._export)
         if self._notifier.watchdog_s is not None:
             self.loop.every(self._notifier.watchdog_s, lambda now: self._notifier.alive())
 
@@ -386,6 +418,8 @@ class Server:
         sessions = len(self.sessions)
         for session in self.sessions.all():
             self.desk.end(session, "shutdown")
+        if self.exporter is not None:
+            self.exporter.close(self.desk.figures())
         self._keep_policies()
         self.arena.set_clean()
         self._undo.close()

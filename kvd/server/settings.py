@@ -8,6 +8,7 @@ and returns the value that the daemon uses, or raises ValueError saying what wou
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
 import os
@@ -195,6 +196,48 @@ def endpoint(value: object) -> str | None:
     return found
 
 
+def collector(value: object) -> str:
+    found = text(value).rstrip("/")
+    if found == "":
+        return ""
+    match = re.fullmatch(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})", found)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise ValueError("give http://HOST:PORT or https://HOST:PORT; gRPC's usual port is 4317")
+    return found
+
+
+def address(value: object) -> str | None:
+    """A numeric address, so that nothing is looked up, and a port."""
+    found = text(value)
+    if found == "":
+        return None
+    host, _, port = found.rpartition(":")
+    if re.fullmatch(r"[0-9.]+|\[[0-9A-Fa-f:.]+\]", host) and re.fullmatch(r"[0-9]{1,5}", port):
+        try:
+            ipaddress.ip_address(host.strip("[]"))
+        except ValueError:
+            pass
+        else:
+            if 0 < int(port) < 65536:
+                return found
+    raise ValueError("give ADDRESS:PORT, for example 127.0.0.1:9464 or [::1]:9464")
+
+
+def attributes(value: object) -> tuple[str, ...]:
+    """NAME=VALUE: a list, or text with commas between."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise ValueError("give a list of NAME=VALUE")
+    found = tuple(text(item) for item in value)
+    for item in found:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9._/-]{0,127}=.{1,256}", item):
+            raise ValueError(f"{item[:40]!r} is not NAME=VALUE")
+    if len({item.partition("=")[0] for item in found}) < len(found):
+        raise ValueError("a name stands there twice")
+    return found
+
+
 def identifiers(value: object) -> tuple[int, ...]:
     """uids or gids: a list of numbers, or text with commas between."""
     if isinstance(value, str):
@@ -373,6 +416,9 @@ SETTINGS: tuple[Setting, ...] = (
             "SHARE", "most of the arena that first hits from tiers below may hold"),
     Setting("tiers", "room_wait_s", "room_wait_s", 0.05, number(0, 60, "seconds"), "SECONDS",
             "how long a store that finds DRAM full waits for demotions before chunks are dropped"),
+    Setting("tiers", "retry_s", "retry_s", 30, number(0.01, DAY, "seconds"), "SECONDS",
+            "a tier that fails is tried again after a second, then after ever longer, but never "
+            "later than this"),
     Setting("tiers", "installation", "installation", "auto", installation, "NAME",
             "whose objects these are in shared media: equal for all lives of one daemon, different "
             "for any two (auto: host name, uid and instance)"),
@@ -439,6 +485,24 @@ SETTINGS: tuple[Setting, ...] = (
             "no tokens; empty: off"),
     Setting("trace", "limit", "trace_limit", "256MiB", size(2**16, 2**40), "SIZE",
             "bytes of the record, PATH and PATH.1 together"),
+    Setting("telemetry", "otlp_endpoint", "otlp_endpoint", "", collector, "URL",
+            "http://HOST:PORT (https:// with TLS) of an OpenTelemetry collector's gRPC receiver, "
+            "which gets the metrics of docs/telemetry.md; empty: off"),
+    Setting("telemetry", "otlp_headers_file", "otlp_headers_file", "", maybe_path, "PATH",
+            "file with a line NAME: VALUE for each header that goes with an export, for example "
+            "an authorization"),
+    Setting("telemetry", "otlp_ca_file", "otlp_ca_file", "", maybe_path, "PATH",
+            "certificates (PEM) of who may vouch for an https:// endpoint; empty: the system's"),
+    Setting("telemetry", "interval_s", "telemetry_interval_s", 15, number(0.1, 3600, "seconds"),
+            "SECONDS", "between exports"),
+    Setting("telemetry", "timeout_s", "telemetry_timeout_s", 10, number(0.1, 600, "seconds"),
+            "SECONDS", "an export that takes longer has failed"),
+    Setting("telemetry", "attributes", "telemetry_attributes", [], attributes, "NAME=VALUE,...",
+            "of the resource that exports speak of, beside service.name = kvd, "
+            "service.instance.id, service.version and host.name"),
+    Setting("telemetry", "prometheus", "prometheus", "", address, "ADDRESS:PORT",
+            "serve metrics at http://ADDRESS:PORT/metrics for Prometheus; who can reach it may "
+            "read them, names of tenants too; empty: off"),
     Setting("namespaces", "", "namespaces", [], namespaces, "RULES",
             "who belongs to which namespace: name=NAME,uids=1001+1002,gids=100,token_file=PATH;… "
             "(the daemon's own uid and root: `default`)"),

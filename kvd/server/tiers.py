@@ -18,6 +18,7 @@ from kvd.core import TierConfig, WritePolicy
 from kvd.errors import ConfigError
 from kvd.server.config import Config
 from kvd.tiers.base import Completions, Tier
+from kvd.tiers.breaker import BreakerConfig
 from kvd.tiers.pool import PoolConfig, PooledTier
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def plan_directory(config: Config, plans: list[TierPlan]) -> SharedDirectory | N
             config.directory_ttl_s,
             timeout_s=config.directory_wait_s,
             connections=2,
-        )
+        ),
+        longest_pause_s=min(10.0, config.retry_s),
     )
     try:
         if not directory.check():
@@ -87,8 +89,13 @@ def _installation(config: Config) -> str:
     return config.installation or f"{socket.gethostname()}/{os.getuid()}/{config.instance}"
 
 
-def _pool(workers: int) -> PoolConfig:
-    return PoolConfig(workers=workers, writers=max(1, workers - 1), spares=workers)
+def _pool(config: Config, workers: int) -> PoolConfig:
+    return PoolConfig(
+        workers=workers,
+        writers=max(1, workers - 1),
+        spares=workers,
+        breaker=BreakerConfig.up_to(int(config.retry_s * NS)),
+    )
 
 
 def _hbm(config: Config) -> TierPlan:
@@ -109,7 +116,7 @@ def _hbm(config: Config) -> TierPlan:
         scrub=config.hbm_scrub,
     )
     return TierPlan(
-        known, lambda done: PooledTier("hbm", HbmBackend(settings), done, _pool(workers))
+        known, lambda done: PooledTier("hbm", HbmBackend(settings), done, _pool(config, workers))
     )
 
 
@@ -139,7 +146,7 @@ def _nvme(config: Config, path: str) -> TierPlan:
     )
     return TierPlan(
         known,
-        lambda done: PooledTier("nvme", NvmeBackend(settings), done, _pool(workers)),
+        lambda done: PooledTier("nvme", NvmeBackend(settings), done, _pool(config, workers)),
         Path(path, "kvd-scrub"),
     )
 
@@ -175,7 +182,7 @@ def _redis(config: Config) -> TierPlan:
     )
     return TierPlan(
         known,
-        lambda done: PooledTier("redis", RedisBackend(settings), done, _pool(workers)),
+        lambda done: PooledTier("redis", RedisBackend(settings), done, _pool(config, workers)),
     )
 
 
@@ -227,5 +234,5 @@ def _s3(config: Config) -> TierPlan:
     )
     return TierPlan(
         known,
-        lambda done: PooledTier("s3", S3Backend(settings), done, _pool(workers)),
+        lambda done: PooledTier("s3", S3Backend(settings), done, _pool(config, workers)),
     )

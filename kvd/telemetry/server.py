@@ -87,6 +87,24 @@ _ALL = (
         ("core", "action", "request", "loop"),
     ),
     Metric(
+        "exports",
+        _C,
+        "exports",
+        "Exports of metrics, by result. failed: not taken; the next one has it all again. skipped: "
+        "it was due, and the one before was still under way.",
+        "result",
+        ("ok", "failed", "skipped"),
+    ),
+    Metric(
+        "scrapes",
+        _C,
+        "requests",
+        "Reads of /metrics, by result. failed: the loop did not answer in time; refused: too many "
+        "connections at a time.",
+        "result",
+        ("ok", "failed", "refused"),
+    ),
+    Metric(
         "transfers",
         _C,
         "jobs",

@@ -36,6 +36,7 @@ CHUNK = 4096
 SHARE = 0.10  # of the victim's unique blocks, as in the measurements of caches on this trace
 WINDOW_MS = 120_000
 REQUESTS = 1800  # ten minutes
+QUICK_REQUESTS = 120
 RATE = 4  # blocks of the scan for each of the victim's
 BATCH = 64
 FEW_HITS = 20  # a window with fewer is no measure
@@ -68,8 +69,8 @@ def run_isolation(
 ) -> dict[str, Any]:
     """All scenarios."""
     pyplot = None if plot is None else _pyplot()
-    limit = 300 if quick else REQUESTS
-    requests = shipped(limit) if trace is None else read(trace, 300 if quick else None)
+    limit = QUICK_REQUESTS if quick else REQUESTS
+    requests = shipped(limit) if trace is None else read(trace, QUICK_REQUESTS if quick else None)
     unique = len({block for request in requests for block in request.blocks})
     share = max(512, int(unique * SHARE) // 64 * 64)
     with _folder(directory) as folder:

@@ -1,0 +1,51 @@
+"""The names of exported metrics, and the page that lists them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kvd.telemetry import METRICS
+from kvd.telemetry.exported import EXPORTED
+from kvd.telemetry.sections import SECTIONS
+from kvd.telemetry.server import SERVER_METRICS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "telemetry.md"
+
+
+def test_every_declared_metric_is_exported_under_a_name_of_its_own() -> None:
+    declared = [*METRICS, *SERVER_METRICS, *(m.name for s in SECTIONS for m in s.metrics)]
+    assert list(EXPORTED) == declared
+    for names in (
+        [m.otlp_name for m in EXPORTED.values()],
+        [m.prometheus_name for m in EXPORTED.values()],
+    ):
+        assert len(set(names)) == len(declared)
+    for metric in EXPORTED.values():
+        assert re.fullmatch(r"kvd\.[a-z][a-z0-9_]*", metric.otlp_name)
+        assert re.fullmatch(r"kvd_[a-z][a-z0-9_]*", metric.prometheus_name)
+        assert re.fullmatch(r"By|s|ms|1|\{[a-z]+\}", metric.unit), metric
+        assert metric.help
+
+
+def page_rows() -> list[str]:
+    """The table of docs/telemetry.md, as it has to be."""
+    rows = []
+    for m in EXPORTED.values():
+        labels = ", ".join(f"`{label}`" for label in m.labels)
+        rows.append(f"| `{m.otlp_name}` | {m.kind.value} | `{m.unit}` | {labels} | {m.help} |")
+    return rows
+
+
+def test_the_page_lists_what_is_exported() -> None:
+    """`python tests/telemetry/test_exported.py` writes the table anew."""
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `kvd.")]
+    assert rows == page_rows()
+
+
+if __name__ == "__main__":
+    lines = PAGE.read_text().splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("| --- | --- | --- | --- |"))
+    rest = [line for line in lines[first + 1 :] if not line.startswith("| `kvd.")]
+    PAGE.write_text("\n".join([*lines[: first + 1], *page_rows(), *rest]) + "\n")
