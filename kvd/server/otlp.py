@@ -30,6 +30,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
 )
 
 from kvd import __version__
+from kvd.server.figures import pause
 from kvd.telemetry.exported import Exported, Point, Series
 from kvd.telemetry.table import MetricKind
 
@@ -158,7 +159,7 @@ def _add(
         for name, value in zip(metric.labels, point.labels, strict=True):
             row.attributes.add(key=name).value.string_value = value
         if number % YIELD == 0:
-            time.sleep(0)  # others get the interpreter: the loop has requests to answer
+            pause()
 
 
 def _empty(resource: Mapping[str, str]) -> tuple[service.ExportMetricsServiceRequest, Any, int]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from kvd import __version__
 from kvd.errors import ConfigError
-from kvd.server.figures import Figures
+from kvd.server.figures import Figures, pause
 from kvd.telemetry.exported import series
 from kvd.telemetry.text import CONTENT_TYPE, exposition
 
@@ -113,7 +113,7 @@ def _text_of(figures: Figures) -> bytes:
     for line in exposition(series(figures.stat())):
         lines.append(line)
         if len(lines) % YIELD == 0:
-            time.sleep(0)  # others get the interpreter: the loop has requests to answer
+            pause()
     return "".join(lines).encode()
 
 
