@@ -28,6 +28,7 @@ __all__ = ["TierPlan", "plan_directory", "plan_tiers"]
 
 log = logging.getLogger(__name__)
 
+_QUIET_NS = 50_000_000  # an engine that loads from a disk goes on loading
 NS = 1_000_000_000
 
 
@@ -89,11 +90,12 @@ def _installation(config: Config) -> str:
     return config.installation or f"{socket.gethostname()}/{os.getuid()}/{config.instance}"
 
 
-def _pool(config: Config, workers: int) -> PoolConfig:
+def _pool(config: Config, workers: int, quiet_ns: int = 0) -> PoolConfig:
     return PoolConfig(
         workers=workers,
         writers=max(1, workers - 1),
         spares=workers,
+        quiet_ns=quiet_ns,
         breaker=BreakerConfig.up_to(int(config.retry_s * NS)),
     )
 
@@ -146,7 +148,9 @@ def _nvme(config: Config, path: str) -> TierPlan:
     )
     return TierPlan(
         known,
-        lambda done: PooledTier("nvme", NvmeBackend(settings), done, _pool(config, workers)),
+        lambda done: PooledTier(
+            "nvme", NvmeBackend(settings), done, _pool(config, workers, _QUIET_NS)
+        ),
         Path(path, "kvd-scrub"),
     )
 
