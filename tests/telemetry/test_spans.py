@@ -89,9 +89,9 @@ def test_a_mute_collector_costs_spans_and_nothing_else() -> None:
             tracing(f"http://127.0.0.1:{port}") as daemon,
             Client(daemon.socket, trace=lambda: Trace(TRACE, PARENT, 1)) as client,
         ):
-            for _ in range(200):
+            for _ in range(100):
                 client.ping()
-            soon(lambda: counted(client)["failed"] > 100)
+            soon(lambda: counted(client)["failed"] > 50)
             assert counted(client)["ok"] == 0
             assert daemon.stop() == 0
             assert daemon.log.count("spans are not taken") == 1
