@@ -204,7 +204,9 @@ def test_the_last_figures_go_out_before_the_daemon_does(rotel: Rotel) -> None:
         assert daemon.stop() == 0
         soon(lambda: len(of(rotel, daemon)) == 2)
         soon(lambda: of(rotel, daemon)[-1].metrics["kvd.lookups"].points.values())
-        assert sum(of(rotel, daemon)[-1].metrics["kvd.lookups"].points.values()) == 3
+        last = of(rotel, daemon)[-1].metrics
+        assert sum(last["kvd.lookups"].points.values()) == 3
+        assert last["kvd.exports"].points[frozenset({("result", "ok")})] == 1
 
 
 @pytest.fixture
