@@ -141,13 +141,14 @@ class Demotions:
             return
         free = slots - store.slabs.used[size]
         coming = self._coming.get(size, 0)
-        if free + coming >= max(1, ceil(slots * (1 - config.high))):
+        least = max(1, ceil(slots * (1 - config.high)), self._evictions.kept(size) + 1)
+        if free + coming >= least:
             return
         if size in self._running or store.now < self._not_before.get(size, 0):
             return
         if store.slabs.empty(but=size) >= 0 or not self._takers():
             return
-        need = max(1, ceil(slots * (1 - config.low))) - free - coming
+        need = max(least, ceil(slots * (1 - config.low))) - free - coming
         batch = max(1, int(config.size * config.batch_share) // size)
         need = min(need, batch - coming)
         if need > 0:

@@ -92,6 +92,7 @@ class Store:
         self.held_bytes = 0
         self.layered = bool(config.tiers)  # there are tiers below DRAM
         self.ladder = Ladder(self, list(below))
+        self.both: dict[int, int] = {}  # by tenant: chunks with shards here and below
         self.transients: dict[int, int] = {}  # chunks read from below for one lease: slot bytes
         self.transient_bytes = 0  # of these, and of reads under way for them
         self.fleeting: deque[int] = deque()  # transients that nobody may hold any more
@@ -230,7 +231,9 @@ class Store:
         chunks = self.chunks
         here = chunks.ready[row] or chunks.writing[row] or chunks.bad[row]
         alone = chunks.below[row] and not (chunks.ready[row] or chunks.bad[row])
+        both = chunks.below[row] and chunks.ready[row]
         tally = (col.HERE if here else 0) | (col.ALONE if alone else 0)
+        tally |= col.BOTH if both else 0
         changed = tally ^ chunks.tally[row]
         if not changed:
             return
@@ -238,6 +241,9 @@ class Store:
         parent = chunks.parent[row]
         if changed & col.HERE and parent != NONE:
             chunks.kids[parent] += 1 if here else -1
+        if changed & col.BOTH:
+            tenant = self.tenant(row)
+            self.both[tenant] = self.both.get(tenant, 0) + (1 if both else -1)
         if changed & col.ALONE:
             self.spaces.of(chunks.space[row]).alone += 1 if alone else -1
 

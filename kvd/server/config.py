@@ -39,6 +39,7 @@ _OTHER_WORDS = {
     "eviction.policy": ("evict", "lru", "replacement"),
     "limits.sessions": ("client", "connection"),
     "telemetry.otlp_endpoint": ("otel", "otlp", "collector", "metrics_end"),
+    "telemetry.prometheus": ("prom", "scrape", "metrics_port"),
     "tenants": ("tenant", "user", "quota"),
 }
 
@@ -134,6 +135,7 @@ class Config:
     telemetry_interval_s: float
     telemetry_timeout_s: float
     telemetry_attributes: tuple[str, ...]
+    prometheus: str | None
     namespaces: tuple[NamespaceRule, ...]
     tenants: tuple[Tenant, ...]
     isolation: bool

@@ -42,6 +42,7 @@ from kvd.server.ladder import Ladder
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
 from kvd.server.requests import Request
+from kvd.server.scrape import Scrapes
 from kvd.server.sessions import Route, Session, Sessions
 from kvd.server.tcp import namespace_of_user
 from kvd.server.tenancy import Tenancy
@@ -75,11 +76,13 @@ class Desk:
     lockwatch: LockWatch
     loop: Loop
     registry: SpecRegistry
+    started_unix_ns: int
     tenancy: Tenancy
     sessions: Sessions
     transfers: Transfers
     attach_server: AttachServer | None = None
     exporter: Exporter | None = None
+    scrapes: Scrapes | None = None
     draining: bool = False
 
     # -- attach ---------------------------------------------------------------------------------
@@ -314,11 +317,15 @@ class Desk:
                 "workers_stuck": self.transfers.stuck,
                 "locks_watched": len(self.lockwatch),
             },
+            "started_unix_ns": self.started_unix_ns,
             "telemetry": {"state": "off"},
         }
         if self.exporter is not None:
             counted["exports"] = self.exporter.counted()
             sections["telemetry"] = self.exporter.stat()
+        if self.scrapes is not None:
+            counted["scrapes"] = self.scrapes.counted()
+            sections["telemetry"]["prometheus"] = self.scrapes.address
         if self.directory is not None:
             sections["directory"] = self.directory.stat()
         return Own(

@@ -170,9 +170,12 @@ def _tiers(server: Server) -> list[tuple[str, str]]:
 
 
 def _metrics(config: Config) -> str:
-    if not config.otlp_endpoint:
-        return "not exported"
-    return f"to {config.otlp_endpoint} every {config.telemetry_interval_s:g} s"
+    told = []
+    if config.otlp_endpoint:
+        told.append(f"to {config.otlp_endpoint} every {config.telemetry_interval_s:g} s")
+    if config.prometheus is not None:
+        told.append(f"at http://{config.prometheus}/metrics")
+    return ", ".join(told) or "not exported"
 
 
 def _log_to_stderr(level: str) -> None:

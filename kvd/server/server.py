@@ -38,6 +38,7 @@ from kvd.server.notify import Notifier
 from kvd.server.recording import Recorder
 from kvd.server.remembering import Keeper
 from kvd.server.respond import Responder, new_router
+from kvd.server.scrape import Scrapes
 from kvd.server.sessions import Sessions
 from kvd.server.sizes import format_size
 from kvd.server.tcp import TcpEndpoint, TcpKeys, read_clients, read_secret_key
@@ -90,6 +91,7 @@ class Server:
 
     def _startup(self) -> None:
         config, undo = self.config, self._undo
+        started_unix_ns = time.time_ns()
         _raise_descriptor_limit()
         registry = open_registry(config)
         access = open_access(config, registry)
@@ -100,6 +102,7 @@ class Server:
         self.endpoint = Endpoint(config.socket)
         self.endpoint.claim()
         undo.callback(self.endpoint.close)
+        self.scrapes = self._open_scrapes()
 
         self.context = zmq.Context(io_threads=1)
         undo.callback(self.context.term)
@@ -178,6 +181,7 @@ class Server:
             lockwatch=self.lockwatch,
             loop=self.loop,
             registry=opened.registry,
+            started_unix_ns=started_unix_ns,
             tenancy=self.tenancy,
             sessions=self.sessions,
             transfers=self.transfers,
@@ -201,6 +205,7 @@ class Server:
         if self.exporter is not None:
             undo.callback(self.exporter.close)
             self._export()
+        self.desk.scrapes = self.scrapes
         self._timers()
         if not self._arena_is_whole:
             self._reserve_more()
@@ -215,6 +220,13 @@ class Server:
     def _export(self, now: float = 0.0) -> None:
         if self.exporter is not None and self.exporter.idle:
             self.exporter.take(self.desk.figures())
+
+    def _open_scrapes(self) -> Scrapes | None:
+        if self.config.prometheus is None:
+            return None
+        scrapes = Scrapes(self.config.prometheus)
+        self._undo.callback(scrapes.close)
+        return scrapes
 
     def tcp_namespaces(self, keys: TcpKeys | None) -> list[str]:
         return list(dict.fromkeys(keys.clients.values())) if keys is not None else []
@@ -278,6 +290,9 @@ class Server:
         if (directory := self.directory) is not None:
             loop.watch(directory.news, lambda events: directory.hear())
         loop.watch(self.transfers.wakeup, lambda events: self.transfers.drain())
+        if (scrapes := self.scrapes) is not None:
+            loop.watch(scrapes.asked, lambda events: scrapes.hear(self.desk.figures))
+            scrapes.start()
         loop.on_signals(STOP_SIGNALS, self._on_signal)
 
     def _tcp_gone(self) -> None:

@@ -8,6 +8,7 @@ and returns the value that the daemon uses, or raises ValueError saying what wou
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
 import os
@@ -203,6 +204,23 @@ def collector(value: object) -> str:
     if match is None or not 0 < int(match[2]) < 65536:
         raise ValueError("give http://HOST:PORT or https://HOST:PORT; gRPC's usual port is 4317")
     return found
+
+
+def address(value: object) -> str | None:
+    """A numeric address, so that nothing is looked up, and a port."""
+    found = text(value)
+    if found == "":
+        return None
+    host, _, port = found.rpartition(":")
+    if re.fullmatch(r"[0-9.]+|\[[0-9A-Fa-f:.]+\]", host) and re.fullmatch(r"[0-9]{1,5}", port):
+        try:
+            ipaddress.ip_address(host.strip("[]"))
+        except ValueError:
+            pass
+        else:
+            if 0 < int(port) < 65536:
+                return found
+    raise ValueError("give ADDRESS:PORT, for example 127.0.0.1:9464 or [::1]:9464")
 
 
 def attributes(value: object) -> tuple[str, ...]:
@@ -482,6 +500,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("telemetry", "attributes", "telemetry_attributes", [], attributes, "NAME=VALUE,...",
             "of the resource that exports speak of, beside service.name = kvd, "
             "service.instance.id, service.version and host.name"),
+    Setting("telemetry", "prometheus", "prometheus", "", address, "ADDRESS:PORT",
+            "serve metrics at http://ADDRESS:PORT/metrics for Prometheus; who can reach it may "
+            "read them, names of tenants too; empty: off"),
     Setting("namespaces", "", "namespaces", [], namespaces, "RULES",
             "who belongs to which namespace: name=NAME,uids=1001+1002,gids=100,token_file=PATH;… "
             "(the daemon's own uid and root: `default`)"),

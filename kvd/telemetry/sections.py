@@ -63,7 +63,10 @@ class Section(NamedTuple):
 
 
 def _plain(stat: Mapping[str, Any]) -> dict[str, Any]:
-    return {**stat, "draining": int(stat.get("draining", False))}
+    plain = {**stat, "draining": int(stat.get("draining", False))}
+    if "started_unix_ns" in stat:
+        plain["started"] = stat["started_unix_ns"] / 1e9
+    return plain
 
 
 SECTIONS = (
@@ -71,6 +74,7 @@ SECTIONS = (
         "daemon",
         (),
         (
+            Shown("start_time", _G, "s", "When the daemon started, since 1970.", "started"),
             Shown("uptime", _G, "s", "Since the daemon's start.", "uptime_s"),
             Shown("sessions", _G, "sessions", "Sessions that are open.", "sessions"),
             Shown("draining", _G, "", "1 while the daemon is shutting down.", "draining"),

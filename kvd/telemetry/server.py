@@ -96,6 +96,15 @@ _ALL = (
         ("ok", "failed", "skipped"),
     ),
     Metric(
+        "scrapes",
+        _C,
+        "requests",
+        "Reads of /metrics, by result. failed: the loop did not answer in time; refused: too many "
+        "connections at a time.",
+        "result",
+        ("ok", "failed", "refused"),
+    ),
+    Metric(
         "transfers",
         _C,
         "jobs",

@@ -166,6 +166,7 @@ def test_counters_stand_still_while_nothing_happens_and_begin_anew_with_the_daem
     counters = {m.otlp_name for m in EXPORTED.values() if m.name not in BY_LOOKING}
     with DaemonProcess(arena_size="16MiB", args=flags(rotel)) as daemon:
         with Client(daemon.socket) as client, Client(daemon.socket) as other:
+            other.ping()
             work(client, 1, 5, 5)
             at_rest(client)
             count = len(of(rotel, daemon))
