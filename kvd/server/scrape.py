@@ -22,7 +22,7 @@ from typing import Any
 
 from kvd import __version__
 from kvd.errors import ConfigError
-from kvd.server.figures import Figures
+from kvd.server.figures import Figures, pause
 from kvd.telemetry.exported import series
 from kvd.telemetry.text import CONTENT_TYPE, exposition
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 MOST = 8  # connections at a time
 LIFE_S = 10.0  # of a connection
-SILENT_S = 3.0  # a peer that says or takes nothing for so long is gone
+SILENT_S = 2.0  # a peer that says or takes nothing for so long is gone
 PERIOD_S = 0.05  # between copies
 ANSWER_S = 3.0  # for the loop to make one
 YIELD = 128  # lines between which other threads may run
@@ -113,7 +113,7 @@ def _text_of(figures: Figures) -> bytes:
     for line in exposition(series(figures.stat())):
         lines.append(line)
         if len(lines) % YIELD == 0:
-            time.sleep(0)  # others get the interpreter: the loop has requests to answer
+            pause()
     return "".join(lines).encode()
 
 

@@ -497,6 +497,8 @@ SETTINGS: tuple[Setting, ...] = (
             "SECONDS", "between exports"),
     Setting("telemetry", "timeout_s", "telemetry_timeout_s", 10, number(0.1, 600, "seconds"),
             "SECONDS", "an export that takes longer has failed"),
+    Setting("telemetry", "traces", "traces", False, boolean, "BOOL",
+            "send a span to that collector for each request whose client calls its trace sampled"),
     Setting("telemetry", "attributes", "telemetry_attributes", [], attributes, "NAME=VALUE,...",
             "of the resource that exports speak of, beside service.name = kvd, "
             "service.instance.id, service.version and host.name"),

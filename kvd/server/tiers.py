@@ -31,6 +31,7 @@ __all__ = ["TierPlan", "check_plans", "plan_directory", "plan_tiers"]
 
 log = logging.getLogger(__name__)
 
+_QUIET_NS = 50_000_000  # an engine that loads from a disk goes on loading
 NS = 1_000_000_000
 
 
@@ -122,12 +123,14 @@ def _pooled(
     known: TierConfig,
     backend: Callable[[], Backend],
     workers: int,
+    *,
     cursor: Path | None = None,
+    quiet_ns: int = 0,
 ) -> TierPlan:
-    name = known.name
+    name, pool = known.name, _pool(config, workers, quiet_ns)
     return TierPlan(
         known,
-        lambda done: PooledTier(name, backend(), done, _pool(config, workers)),
+        lambda done: PooledTier(name, backend(), done, pool),
         cursor,
         lambda: backend().check(),
     )
@@ -137,11 +140,12 @@ def _installation(config: Config) -> str:
     return config.installation or f"{socket.gethostname()}/{os.getuid()}/{config.instance}"
 
 
-def _pool(config: Config, workers: int) -> PoolConfig:
+def _pool(config: Config, workers: int, quiet_ns: int = 0) -> PoolConfig:
     return PoolConfig(
         workers=workers,
         writers=max(1, workers - 1),
         spares=workers,
+        quiet_ns=quiet_ns,
         breaker=BreakerConfig.up_to(int(config.retry_s * NS)),
     )
 
@@ -189,8 +193,14 @@ def _nvme(config: Config, path: str) -> TierPlan:
         writes=2 * workers,
         scrub=config.nvme_scrub,
     )
-    cursor = Path(path, "kvd-scrub")
-    return _pooled(config, known, lambda: NvmeBackend(settings), workers, cursor)
+    return _pooled(
+        config,
+        known,
+        lambda: NvmeBackend(settings),
+        workers,
+        cursor=Path(path, "kvd-scrub"),
+        quiet_ns=_QUIET_NS,
+    )
 
 
 def _needs(module: str, setting: str, extra: str) -> None:
