@@ -15,8 +15,9 @@ from kvd import __version__
 from kvd.errors import ConfigError
 from kvd.server.config import Config
 from kvd.server.exporter import Exporter
+from kvd.server.spans import Spans
 
-__all__ = ["ExportPlan", "open_export", "plan_export"]
+__all__ = ["ExportPlan", "open_export", "open_spans", "plan_export"]
 
 _NEEDED = ("grpc", "opentelemetry.proto.collector.metrics.v1")
 _NAME = re.compile(r"[a-z0-9_.-]+")
@@ -62,6 +63,16 @@ def open_export(config: Config, plan: ExportPlan | None) -> Exporter | None:
         config.otlp_endpoint,
         config.telemetry_timeout_s,
     )
+
+
+def open_spans(config: Config, plan: ExportPlan | None) -> Spans | None:
+    """What sends spans, running, if they are wanted."""
+    if plan is None or not config.traces:
+        return None
+    from kvd.server.otlp import OtlpTarget
+    from kvd.server.otlptraces import OtlpTraces
+
+    return Spans(OtlpTraces(OtlpTarget(*plan)), config.telemetry_timeout_s)
 
 
 def _installed(name: str) -> bool:

@@ -136,6 +136,7 @@ class Config:
     telemetry_timeout_s: float
     telemetry_attributes: tuple[str, ...]
     prometheus: str | None
+    traces: bool
     namespaces: tuple[NamespaceRule, ...]
     tenants: tuple[Tenant, ...]
     isolation: bool
@@ -243,6 +244,8 @@ def _check_together(config: Config) -> None:
     ):
         if value is not None and not config.otlp_endpoint:
             raise refuse(name, "of no use without telemetry.otlp_endpoint; give that, too")
+    if config.traces and not config.otlp_endpoint:
+        raise refuse("telemetry.traces", "needs telemetry.otlp_endpoint: spans go there")
     if config.otlp_ca_file is not None and not config.otlp_endpoint.startswith("https://"):
         raise refuse("telemetry.otlp_ca_file", "telemetry.otlp_endpoint is not https://")
     if config.admin_group and _group_id(config.admin_group) is None:

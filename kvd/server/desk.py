@@ -44,6 +44,7 @@ from kvd.server.loop import Loop
 from kvd.server.requests import Request
 from kvd.server.scrape import Scrapes
 from kvd.server.sessions import Route, Session, Sessions
+from kvd.server.spans import Spans
 from kvd.server.tcp import namespace_of_user
 from kvd.server.tenancy import Tenancy
 from kvd.server.transfers import Job, Transfers
@@ -83,6 +84,7 @@ class Desk:
     attach_server: AttachServer | None = None
     exporter: Exporter | None = None
     scrapes: Scrapes | None = None
+    spans: Spans | None = None
     draining: bool = False
 
     # -- attach ---------------------------------------------------------------------------------
@@ -323,6 +325,8 @@ class Desk:
         if self.exporter is not None:
             counted["exports"] = self.exporter.counted()
             sections["telemetry"] = self.exporter.stat()
+        if self.spans is not None:
+            counted["spans"] = self.spans.counted()
         if self.scrapes is not None:
             counted["scrapes"] = self.scrapes.counted()
             sections["telemetry"]["prometheus"] = self.scrapes.address

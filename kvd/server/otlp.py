@@ -55,7 +55,7 @@ class Otlp:
     """One endpoint. `send` is for one thread; `cancel` for any."""
 
     def __init__(self, target: OtlpTarget) -> None:
-        self._target = target
+        self.target = target
         self._channel: grpc.Channel | None = None
         self._call: grpc.Future | None = None
         self._cancelled = False
@@ -65,34 +65,37 @@ class Otlp:
     ) -> str:
         """Why not all of it was taken; empty if it was. Returns within the timeout, about."""
         end = time.monotonic() + timeout_s
-        for request in requests(series, self._target.resource, begun_unix_ns, now_unix_ns):
-            error = self._send(request, max(0.0, end - time.monotonic()))
+        for request in requests(series, self.target.resource, begun_unix_ns, now_unix_ns):
+            left = max(0.0, end - time.monotonic())
+            answer, error = self.call(MetricsServiceStub, request, left)
+            if answer is not None and answer.partial_success.rejected_data_points:
+                refused = answer.partial_success
+                error = f"{refused.rejected_data_points} points refused: {refused.error_message}"
             if error:
-                self.close()
-                return error
+                return _told(error)
         return ""
 
-    def _send(self, request: service.ExportMetricsServiceRequest, timeout_s: float) -> str:
+    def call(self, stub: type, request: Any, timeout_s: float) -> tuple[Any, str]:
+        """What the collector answered, or why it did not."""
         if self._channel is None:
             self._channel = self._open(timeout_s)
-        stub = MetricsServiceStub(self._channel)
-        self._call = stub.Export.future(request, timeout_s, metadata=self._target.headers)
+        export = stub(self._channel).Export
+        self._call = export.future(request, timeout_s, metadata=self.target.headers)
         try:
             if self._cancelled:
                 self._call.cancel()
-            refused = self._call.result().partial_success
+            return self._call.result(), ""
         except grpc.RpcError as error:
-            return _told(f"{error.code().name}: {error.details()}")
+            self.close()
+            return None, _told(f"{error.code().name}: {error.details()}")
         except grpc.FutureCancelledError:
-            return "CANCELLED: the daemon stops"
+            self.close()
+            return None, "CANCELLED: the daemon stops"
         finally:
             self._call = None
-        if refused.rejected_data_points:
-            return _told(f"{refused.rejected_data_points} points refused: {refused.error_message}")
-        return ""
 
     def _open(self, timeout_s: float) -> grpc.Channel:
-        address, tls = self._target.address, self._target.tls
+        address, tls = self.target.address, self.target.tls
         options = [
             ("grpc.enable_http_proxy", 0),  # the endpoint, and nobody on the way
             ("grpc.use_local_subchannel_pool", 1),  # nothing is kept of an earlier channel

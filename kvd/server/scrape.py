@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 MOST = 8  # connections at a time
 LIFE_S = 10.0  # of a connection
-SILENT_S = 3.0  # a peer that says or takes nothing for so long is gone
+SILENT_S = 2.0  # a peer that says or takes nothing for so long is gone
 PERIOD_S = 0.05  # between copies
 ANSWER_S = 3.0  # for the loop to make one
 YIELD = 128  # lines between which other threads may run

@@ -23,7 +23,7 @@ from kvd.errors import ConfigError
 from kvd.server.adoption import check_arena_path, open_core, policy_of
 from kvd.server.attach import AttachServer
 from kvd.server.carry import Carrier
-from kvd.server.collector import open_export, plan_export
+from kvd.server.collector import open_export, open_spans, plan_export
 from kvd.server.config import Config
 from kvd.server.counters import Counters
 from kvd.server.desk import Desk
@@ -206,6 +206,10 @@ class Server:
             undo.callback(self.exporter.close)
             self._export()
         self.desk.scrapes = self.scrapes
+        spans = self.desk.spans = open_spans(config, export)
+        if spans is not None:
+            undo.callback(spans.close)
+            responder.ended = spans.add
         self._timers()
         if not self._arena_is_whole:
             self._reserve_more()

@@ -96,6 +96,14 @@ _ALL = (
         ("ok", "failed", "skipped"),
     ),
     Metric(
+        "spans",
+        _C,
+        "spans",
+        "Spans of sampled requests, by result. dropped: they came faster than they went.",
+        "result",
+        ("ok", "failed", "dropped"),
+    ),
+    Metric(
         "scrapes",
         _C,
         "requests",

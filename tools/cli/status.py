@@ -482,6 +482,7 @@ def _directory(directory: Mapping[str, Any] | None) -> Text | None:
 def _metrics(book: Book) -> Text | None:
     """Whether they are exported, and how that goes."""
     counts, scraped = book.reasons("exports"), book.reasons("scrapes")
+    spans = book.reasons("spans")
     told = book.stat.get("telemetry")
     if not isinstance(told, Mapping):
         return None
@@ -497,6 +498,7 @@ def _metrics(book: Book) -> Text | None:
         + (f" for {format_duration(max(0.0, time.time() - since / 1e9))}" if since else ""),
         clean(told.get("last_error", "")) if since else "",
         _said("exports", counts),
+        _said("spans", spans),
         reads.plain,
     )
     text.stylize("yellow" if since else "")
