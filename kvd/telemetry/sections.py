@@ -63,9 +63,11 @@ class Section(NamedTuple):
 
 
 def _plain(stat: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {**stat, "draining": int(stat.get("draining", False))}
+    plain: dict[str, Any] = {**stat, "draining": int(stat.get("draining", False))}
     if "started_unix_ns" in stat:
         plain["started"] = stat["started_unix_ns"] / 1e9
+    if "longest_turn_ms" in stat.get("loop", {}):
+        plain["longest_turn"] = stat["loop"]["longest_turn_ms"] / 1000
     return plain
 
 
@@ -83,11 +85,7 @@ SECTIONS = (
                 "loop_faults", _C, "faults", "All that is in faults, and the loop's own.", "faults"
             ),
             Shown(
-                "loop_longest_turn",
-                _G,
-                "ms",
-                "The longest turn since the start.",
-                "longest_turn_ms",
+                "loop_longest_turn", _G, "s", "The longest turn since the start.", "longest_turn"
             ),
             Shown(
                 "requests_in_flight",
