@@ -331,7 +331,14 @@ def _isolation_tables(result: dict[str, Any]) -> list[Table]:
         )
     rest = _table("beside an idle neighbour", "", ">")
     rest.add_row("of the hits with the whole pool", f"{result['work_conserving']:.3f}")
-    return [table, rest]
+    flood = result["flood"]
+    loads = _table("loads from nvme beside a flood, over those alone", "", ">p50", ">p99")
+    for label, name in (
+        ("beside the flood", ""), ("stores at its pace, none written down", "same_pace_"),
+        ("bare reads beside a bare writer", "bare_"),
+    ):  # fmt: skip
+        loads.add_row(label, f"{flood[f'{name}p50_ratio']:.2f}", f"{flood[f'{name}p99_ratio']:.2f}")
+    return [table, rest, loads]
 
 
 def _death_tables(result: dict[str, Any]) -> list[Table]:
