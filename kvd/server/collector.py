@@ -15,6 +15,7 @@ from kvd import __version__
 from kvd.errors import ConfigError
 from kvd.server.config import Config
 from kvd.server.exporter import Exporter
+from kvd.server.files import open_file
 from kvd.server.spans import Spans
 
 __all__ = ["ExportPlan", "open_export", "open_spans", "plan_export"]
@@ -84,7 +85,7 @@ def _installed(name: str) -> bool:
 
 def _read(key: str, path: str) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             return file.read(1 << 20)
     except OSError as error:
         raise ConfigError(f"telemetry.{key}: {path}: {error.strerror}") from None

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvd.errors import ConfigError
+from kvd.server.files import open_file
 from kvd.server.settings import SETTINGS, NamespaceRule, Setting, find_setting
 from kvd.server.sizes import format_size
 from kvd.server.tenantrules import Tenant, shown_tenant
@@ -273,7 +274,7 @@ def _group_id(group: str) -> int | None:
 
 def _from_file(file: str) -> Iterator[tuple[Setting, object, str]]:
     try:
-        with open(file, "rb") as stream:
+        with open_file(file) as stream:
             document = tomllib.load(stream)
     except OSError as error:
         raise ConfigError(f"config file {file}: {error.strerror}; give another --config") from None

@@ -22,6 +22,7 @@ from kvd.chunk import namespace_digest
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.shares import TierShare
+from kvd.server.files import open_file
 from kvd.server.tiers import TierPlan
 from kvd.server.transfers import Job, Transfers
 from kvd.tiers import base as t
@@ -208,7 +209,8 @@ class Ladder:
     def _resume_scrubs(self) -> None:
         for number, path in enumerate(self._cursors):
             try:
-                part = int(path.read_text())
+                with open_file(path, follow=False) as file:
+                    part = int(file.read(64))
             except (OSError, ValueError):  # none yet, or of no use: from the beginning
                 continue
             if 0 <= part < 1 << 32:

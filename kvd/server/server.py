@@ -35,7 +35,7 @@ from kvd.server.limiter import Limiter
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
 from kvd.server.notify import Notifier
-from kvd.server.recording import Recorder
+from kvd.server.recording import Recorder, no_record
 from kvd.server.remembering import Keeper
 from kvd.server.respond import Responder, new_router
 from kvd.server.scrape import Scrapes
@@ -43,7 +43,7 @@ from kvd.server.sessions import Sessions
 from kvd.server.sizes import format_size
 from kvd.server.tcp import TcpEndpoint, TcpKeys, read_clients, read_secret_key
 from kvd.server.tenancy import Tenancy, open_access, open_registry
-from kvd.server.tiers import plan_directory, plan_tiers
+from kvd.server.tiers import check_plans, plan_directory, plan_tiers
 from kvd.server.transfers import Job, Transfers
 from kvd.wire import DEFAULT_LIMITS, Limits
 
@@ -97,6 +97,7 @@ class Server:
         access = open_access(config, registry)
         keys = _tcp_keys(config)
         plans = plan_tiers(config)
+        check_plans(config, plans)
         export = plan_export(config)
         policy_of(config)
         self.endpoint = Endpoint(config.socket)
@@ -248,9 +249,7 @@ class Server:
                 lambda what: self.counters.reason("requests_recorded", what),
             )
         except OSError as error:
-            raise ConfigError(
-                f"trace.record: {config.trace_record} can't be written: {error.strerror}"
-            ) from None
+            raise no_record(config.trace_record, error) from None
         self._undo.callback(recorder.close)
         return recorder
 
