@@ -276,3 +276,4 @@ def test_one_event_is_one_count_from_whichever_tier(
     assert value("shards_fetched", answer="ok") == value("shards_fetched") == 2
     assert value("tier_answers", tier="nvme", operation="read", answer="ok") == 1
     assert value("tier_answers", tier="s3", operation="read") == 1
+    assert value("tier_notes", tier="s3", note="retries") == 1
