@@ -302,7 +302,7 @@ class PolicyFailed(NamedTuple):
 
     tier: str
     error: str  # one line: where and what
-    fault: Exception
+    fault: BaseException
 
 
 Action = (
