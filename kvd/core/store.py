@@ -254,6 +254,9 @@ class Store:
     def evicts(self, row: int, by: int, tier: TierUse) -> None:
         """A tenant is about to lose a chunk, for want of room of another (NOBODY: of none)."""
         tenant = self.tenant(row)
+        if tier is self.shares.dram and self.layered:
+            for size in self.slots(row):
+                self.slabs.made_room(size, by, tenant)
         if tenant == by:
             return
         label = "dram" if tier is self.shares.dram else "below"
@@ -263,6 +266,12 @@ class Store:
             counts["evictions_below_minimum", label] += 1
         if by:
             self.counters.tenant(self.shares.names[by])["evictions_inflicted", label] += 1
+
+    def slots(self, row: int) -> list[int]:
+        """Sizes of the slots that a chunk has."""
+        first, space = self.chunks.cell[row], self.spaces.of(self.chunks.space[row])
+        held = (col.READY, col.BAD)
+        return [n for s, n in enumerate(space.slot_sizes) if self.cells.state[first + s] in held]
 
     def queue(self, row: int) -> int:
         """The policy's queue of a chunk."""

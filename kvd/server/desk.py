@@ -36,16 +36,14 @@ from kvd.server.carry import Carrier
 from kvd.server.config import Config, shown_settings
 from kvd.server.counters import Counters
 from kvd.server.directory import SharedDirectory
-from kvd.server.exporter import Exporter
 from kvd.server.figures import Figures, Own
 from kvd.server.ladder import Ladder
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
 from kvd.server.requests import Request
-from kvd.server.scrape import Scrapes
 from kvd.server.sessions import Route, Session, Sessions
-from kvd.server.spans import Spans
 from kvd.server.tcp import namespace_of_user
+from kvd.server.telemetry import Telemetry
 from kvd.server.tenancy import Tenancy
 from kvd.server.transfers import Job, Transfers
 from kvd.tiers.base import Answer, Completion
@@ -80,11 +78,9 @@ class Desk:
     started_unix_ns: int
     tenancy: Tenancy
     sessions: Sessions
+    telemetry: Telemetry
     transfers: Transfers
     attach_server: AttachServer | None = None
-    exporter: Exporter | None = None
-    scrapes: Scrapes | None = None
-    spans: Spans | None = None
     draining: bool = False
 
     # -- attach ---------------------------------------------------------------------------------
@@ -320,16 +316,9 @@ class Desk:
                 "locks_watched": len(self.lockwatch),
             },
             "started_unix_ns": self.started_unix_ns,
-            "telemetry": {"state": "off"},
+            "telemetry": self.telemetry.stat(),
         }
-        if self.exporter is not None:
-            counted["exports"] = self.exporter.counted()
-            sections["telemetry"] = self.exporter.stat()
-        if self.spans is not None:
-            counted["spans"] = self.spans.counted()
-        if self.scrapes is not None:
-            counted["scrapes"] = self.scrapes.counted()
-            sections["telemetry"]["prometheus"] = self.scrapes.address
+        counted.update(self.telemetry.counted())
         if self.directory is not None:
             sections["directory"] = self.directory.stat()
         return Own(

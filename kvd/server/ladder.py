@@ -194,7 +194,7 @@ class Ladder:
             return t.Read(action, key, place, memory, action.deadline, use=use)
         into = self._view[action.offset : action.offset + action.length]
         use = t.Use.PREFETCH if action.ahead else t.Use.LOAD
-        return t.Read(action, key, place, into, action.deadline, use=use)
+        return t.Read(action, key, place, into, action.deadline, action.tenant, use)
 
     def scrubbed_to(self, action: ac.ScrubCursor) -> None:
         """Keep how far a scrub has got: beside what it reads, or, of media that are elsewhere,

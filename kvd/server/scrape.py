@@ -63,7 +63,7 @@ class Scrapes:
 
     def start(self) -> None:
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.5,), name="kvd-scrape", daemon=True
+            target=self._server.serve_forever, args=(0.2,), name="kvd-scrape", daemon=True
         )
         self._thread.start()
 

@@ -23,7 +23,6 @@ from kvd.errors import ConfigError
 from kvd.server.adoption import check_arena_path, open_core, policy_of
 from kvd.server.attach import AttachServer
 from kvd.server.carry import Carrier
-from kvd.server.collector import open_export, open_spans, plan_export
 from kvd.server.config import Config
 from kvd.server.counters import Counters
 from kvd.server.desk import Desk
@@ -38,10 +37,10 @@ from kvd.server.notify import Notifier
 from kvd.server.recording import Recorder, no_record
 from kvd.server.remembering import Keeper
 from kvd.server.respond import Responder, new_router
-from kvd.server.scrape import Scrapes
 from kvd.server.sessions import Sessions
 from kvd.server.sizes import format_size
 from kvd.server.tcp import TcpEndpoint, TcpKeys, read_clients, read_secret_key
+from kvd.server.telemetry import Telemetry
 from kvd.server.tenancy import Tenancy, open_access, open_registry
 from kvd.server.tiers import check_plans, plan_directory, plan_tiers
 from kvd.server.transfers import Job, Transfers
@@ -98,12 +97,12 @@ class Server:
         keys = _tcp_keys(config)
         plans = plan_tiers(config)
         check_plans(config, plans)
-        export = plan_export(config)
         policy_of(config)
         self.endpoint = Endpoint(config.socket)
         self.endpoint.claim()
         undo.callback(self.endpoint.close)
-        self.scrapes = self._open_scrapes()
+        self.telemetry = Telemetry(config)
+        undo.callback(self.telemetry.close)
 
         self.context = zmq.Context(io_threads=1)
         undo.callback(self.context.term)
@@ -185,6 +184,7 @@ class Server:
             started_unix_ns=started_unix_ns,
             tenancy=self.tenancy,
             sessions=self.sessions,
+            telemetry=self.telemetry,
             transfers=self.transfers,
         )
         self.tenancy.host = self.desk
@@ -202,15 +202,7 @@ class Server:
             recorder,
         )
         self._listen(limits)
-        self.exporter = self.desk.exporter = open_export(config, export)
-        if self.exporter is not None:
-            undo.callback(self.exporter.close)
-            self._export()
-        self.desk.scrapes = self.scrapes
-        spans = self.desk.spans = open_spans(config, export)
-        if spans is not None:
-            undo.callback(spans.close)
-            responder.ended = spans.add
+        self.telemetry.start(self.loop, self.desk.figures, responder)
         self._timers()
         if not self._arena_is_whole:
             self._reserve_more()
@@ -221,17 +213,6 @@ class Server:
             gc.freeze()
             undo.callback(gc.unfreeze)
         self._served = True
-
-    def _export(self, now: float = 0.0) -> None:
-        if self.exporter is not None and self.exporter.idle:
-            self.exporter.take(self.desk.figures())
-
-    def _open_scrapes(self) -> Scrapes | None:
-        if self.config.prometheus is None:
-            return None
-        scrapes = Scrapes(self.config.prometheus)
-        self._undo.callback(scrapes.close)
-        return scrapes
 
     def tcp_namespaces(self, keys: TcpKeys | None) -> list[str]:
         return list(dict.fromkeys(keys.clients.values())) if keys is not None else []
@@ -293,9 +274,6 @@ class Server:
         if (directory := self.directory) is not None:
             loop.watch(directory.news, lambda events: directory.hear())
         loop.watch(self.transfers.wakeup, lambda events: self.transfers.drain())
-        if (scrapes := self.scrapes) is not None:
-            loop.watch(scrapes.asked, lambda events: scrapes.hear(self.desk.figures))
-            scrapes.start()
         loop.on_signals(STOP_SIGNALS, self._on_signal)
 
     def _tcp_gone(self) -> None:
@@ -318,8 +296,6 @@ class Server:
             self.loop.every(
                 self.config.eviction_keep_s, lambda now: self.carrier.feed(ev.Remember())
             )
-        if self.exporter is not None:
-            self.loop.every(self.config.telemetry_interval_s, self._export)
         if self._notifier.watchdog_s is not None:
             self.loop.every(self._notifier.watchdog_s, lambda now: self._notifier.alive())
 
@@ -421,10 +397,9 @@ class Server:
         sessions = len(self.sessions)
         for session in self.sessions.all():
             self.desk.end(session, "shutdown")
-        if self.exporter is not None:
-            self.exporter.close(self.desk.figures())
         self._keep_policies()
         self.arena.set_clean()
+        self.telemetry.close(last=True)
         self._undo.close()
         log.info("stopped; %d sessions were open", sessions)
 

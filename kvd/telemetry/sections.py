@@ -51,6 +51,10 @@ class Section(NamedTuple):
         elif self.name == "tiers":
             for tier in stat["tiers"]:
                 yield Row((tier["name"],), {**tier, "healthy": int(tier["state"] == "ok")})
+        elif self.name in ("reasons", "notes"):
+            for tier in stat["tiers"]:
+                for name, value in tier.get(self.name, {}).items():
+                    yield Row((tier["name"], name), {"count": value})
         elif self.name == "answers":
             for tier in stat["tiers"]:
                 for operation, answers in tier.get("answers", {}).items():
@@ -125,6 +129,24 @@ SECTIONS = (
         "answers",
         ("tier", "operation", "answer"),
         (Shown("tier_answers", _C, "jobs", "Jobs of a tier below, by answer.", "count"),),
+    ),
+    Section(
+        "reasons",
+        ("tier", "reason"),
+        (Shown("tier_failures", _C, "failures", "What went wrong in a tier below.", "count"),),
+    ),
+    Section(
+        "notes",
+        ("tier", "note"),
+        (
+            Shown(
+                "tier_notes",
+                _G,
+                "",
+                "What only this medium tells: retries, fallbacks, foreign files (docs/tiers.md).",
+                "count",
+            ),
+        ),
     ),
     Section(
         "directory",
