@@ -8,7 +8,7 @@ copy and touches nothing else, so that any thread may.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from kvd.core.counters import Counts, Values, as_dict, of_tenant, summed
@@ -173,8 +173,9 @@ def _well(lower: Lower) -> bool:
     return lower.readable and lower.writable and not lower.policy.error
 
 
-def shown(reading: Reading) -> dict[str, Any]:
-    """All sections. A tenant's has its own counters and gauges."""
+def shown(reading: Reading, pause: Callable[[], object] | None = None) -> dict[str, Any]:
+    """All sections. A tenant's has its own counters and gauges. `pause` is called now and then:
+    another thread lets the core's have the interpreter."""
     namespace = reading.namespace
     names = [namespace] if namespace is not None else _names(reading)
     if namespace is None:
@@ -185,8 +186,11 @@ def shown(reading: Reading) -> dict[str, Any]:
     for space in reading.spaces:
         spaces[space.namespace].append(space)
     numbers = {name: number for number, name in enumerate(reading.tenants) if name}
-    tenants = {
-        name: {
+    tenants = {}
+    for at, name in enumerate(names):
+        if pause is not None and at % 8 == 0:
+            pause()
+        tenants[name] = {
             "chunks": sum(s.chunks for s in spaces[name]),
             "bytes": sum(s.bytes for s in spaces[name]),
             "chunks_below": sum(s.alone for s in spaces[name]),
@@ -194,8 +198,6 @@ def shown(reading: Reading) -> dict[str, Any]:
             "tiers": _shares(reading, spaces[name], numbers.get(name)),
             "counters": of_tenant(reading.counts.get(name)),
         }
-        for name in names
-    }
     return {
         "instance": reading.instance,
         "epoch": reading.epoch,

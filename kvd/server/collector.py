@@ -15,8 +15,10 @@ from kvd import __version__
 from kvd.errors import ConfigError
 from kvd.server.config import Config
 from kvd.server.exporter import Exporter
+from kvd.server.files import open_file
+from kvd.server.spans import Spans
 
-__all__ = ["ExportPlan", "open_export", "plan_export"]
+__all__ = ["ExportPlan", "open_export", "open_spans", "plan_export"]
 
 _NEEDED = ("grpc", "opentelemetry.proto.collector.metrics.v1")
 _NAME = re.compile(r"[a-z0-9_.-]+")
@@ -64,6 +66,16 @@ def open_export(config: Config, plan: ExportPlan | None) -> Exporter | None:
     )
 
 
+def open_spans(config: Config, plan: ExportPlan | None) -> Spans | None:
+    """What sends spans, running, if they are wanted."""
+    if plan is None or not config.traces:
+        return None
+    from kvd.server.otlp import OtlpTarget
+    from kvd.server.otlptraces import OtlpTraces
+
+    return Spans(OtlpTraces(OtlpTarget(*plan)), config.telemetry_timeout_s)
+
+
 def _installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
@@ -73,7 +85,7 @@ def _installed(name: str) -> bool:
 
 def _read(key: str, path: str) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             return file.read(1 << 20)
     except OSError as error:
         raise ConfigError(f"telemetry.{key}: {path}: {error.strerror}") from None

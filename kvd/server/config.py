@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvd.errors import ConfigError
+from kvd.server.files import open_file
 from kvd.server.settings import SETTINGS, NamespaceRule, Setting, find_setting
 from kvd.server.sizes import format_size
 from kvd.server.tenantrules import Tenant, shown_tenant
@@ -39,6 +40,7 @@ _OTHER_WORDS = {
     "eviction.policy": ("evict", "lru", "replacement"),
     "limits.sessions": ("client", "connection"),
     "telemetry.otlp_endpoint": ("otel", "otlp", "collector", "metrics_end"),
+    "telemetry.prometheus": ("prom", "scrape", "metrics_port"),
     "tenants": ("tenant", "user", "quota"),
 }
 
@@ -134,6 +136,8 @@ class Config:
     telemetry_interval_s: float
     telemetry_timeout_s: float
     telemetry_attributes: tuple[str, ...]
+    prometheus: str | None
+    traces: bool
     namespaces: tuple[NamespaceRule, ...]
     tenants: tuple[Tenant, ...]
     isolation: bool
@@ -241,6 +245,8 @@ def _check_together(config: Config) -> None:
     ):
         if value is not None and not config.otlp_endpoint:
             raise refuse(name, "of no use without telemetry.otlp_endpoint; give that, too")
+    if config.traces and not config.otlp_endpoint:
+        raise refuse("telemetry.traces", "needs telemetry.otlp_endpoint: spans go there")
     if config.otlp_ca_file is not None and not config.otlp_endpoint.startswith("https://"):
         raise refuse("telemetry.otlp_ca_file", "telemetry.otlp_endpoint is not https://")
     if config.admin_group and _group_id(config.admin_group) is None:
@@ -268,7 +274,7 @@ def _group_id(group: str) -> int | None:
 
 def _from_file(file: str) -> Iterator[tuple[Setting, object, str]]:
     try:
-        with open(file, "rb") as stream:
+        with open_file(file) as stream:
             document = tomllib.load(stream)
     except OSError as error:
         raise ConfigError(f"config file {file}: {error.strerror}; give another --config") from None

@@ -36,7 +36,6 @@ from kvd.server.carry import Carrier
 from kvd.server.config import Config, shown_settings
 from kvd.server.counters import Counters
 from kvd.server.directory import SharedDirectory
-from kvd.server.exporter import Exporter
 from kvd.server.figures import Figures, Own
 from kvd.server.ladder import Ladder
 from kvd.server.lockwatch import LockWatch
@@ -44,6 +43,7 @@ from kvd.server.loop import Loop
 from kvd.server.requests import Request
 from kvd.server.sessions import Route, Session, Sessions
 from kvd.server.tcp import namespace_of_user
+from kvd.server.telemetry import Telemetry
 from kvd.server.tenancy import Tenancy
 from kvd.server.transfers import Job, Transfers
 from kvd.tiers.base import Answer, Completion
@@ -75,11 +75,12 @@ class Desk:
     lockwatch: LockWatch
     loop: Loop
     registry: SpecRegistry
+    started_unix_ns: int
     tenancy: Tenancy
     sessions: Sessions
+    telemetry: Telemetry
     transfers: Transfers
     attach_server: AttachServer | None = None
-    exporter: Exporter | None = None
     draining: bool = False
 
     # -- attach ---------------------------------------------------------------------------------
@@ -314,11 +315,10 @@ class Desk:
                 "workers_stuck": self.transfers.stuck,
                 "locks_watched": len(self.lockwatch),
             },
-            "telemetry": {"state": "off"},
+            "started_unix_ns": self.started_unix_ns,
+            "telemetry": self.telemetry.stat(),
         }
-        if self.exporter is not None:
-            counted["exports"] = self.exporter.counted()
-            sections["telemetry"] = self.exporter.stat()
+        counted.update(self.telemetry.counted())
         if self.directory is not None:
             sections["directory"] = self.directory.stat()
         return Own(

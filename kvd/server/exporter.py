@@ -45,7 +45,6 @@ class Exporter:
         self._sink = sink
         self._where = where
         self._timeout_s = timeout_s
-        self._begun_unix_ns = time.time_ns()
         self._due: Figures | None = None
         self._busy = False
         self._closing = False
@@ -118,10 +117,12 @@ class Exporter:
         self._sink.close()
 
     def _export(self, figures: Figures) -> None:
-        now = max(time.time_ns(), self._begun_unix_ns)  # the clock may have been set back
+        now = time.time_ns()
         try:
-            told = series(figures.stat())
-            error = self._sink.send(told, self._begun_unix_ns, now, self._timeout_s)
+            stat = figures.stat()
+            begun = stat["started_unix_ns"]
+            now = max(now, begun)  # the clock may have been set back
+            error = self._sink.send(series(stat), begun, now, self._timeout_s)
         except Exception as fault:  # the boundary of a thread: telemetry ends nothing
             log.exception("the exporter went wrong")
             error = f"{type(fault).__name__}: {fault}"

@@ -22,6 +22,7 @@ from kvd.chunk import namespace_digest
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.shares import TierShare
+from kvd.server.files import open_file
 from kvd.server.loop import SHARE_NS
 from kvd.server.tiers import TierPlan
 from kvd.server.transfers import Job, Transfers
@@ -197,7 +198,7 @@ class Ladder:
             return t.Read(action, key, place, memory, action.deadline, use=use)
         into = self._view[action.offset : action.offset + action.length]
         use = t.Use.PREFETCH if action.ahead else t.Use.LOAD
-        return t.Read(action, key, place, into, action.deadline, use=use)
+        return t.Read(action, key, place, into, action.deadline, action.tenant, use)
 
     def scrubbed_to(self, action: ac.ScrubCursor) -> None:
         """Keep how far a scrub has got: beside what it reads, or, of media that are elsewhere,
@@ -212,7 +213,8 @@ class Ladder:
     def _resume_scrubs(self) -> None:
         for number, path in enumerate(self._cursors):
             try:
-                part = int(path.read_text())
+                with open_file(path, follow=False) as file:
+                    part = int(file.read(64))
             except (OSError, ValueError):  # none yet, or of no use: from the beginning
                 continue
             if 0 <= part < 1 << 32:

@@ -30,6 +30,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
 )
 
 from kvd import __version__
+from kvd.server.figures import pause
 from kvd.telemetry.exported import Exported, Point, Series
 from kvd.telemetry.table import MetricKind
 
@@ -54,7 +55,7 @@ class Otlp:
     """One endpoint. `send` is for one thread; `cancel` for any."""
 
     def __init__(self, target: OtlpTarget) -> None:
-        self._target = target
+        self.target = target
         self._channel: grpc.Channel | None = None
         self._call: grpc.Future | None = None
         self._cancelled = False
@@ -64,34 +65,37 @@ class Otlp:
     ) -> str:
         """Why not all of it was taken; empty if it was. Returns within the timeout, about."""
         end = time.monotonic() + timeout_s
-        for request in requests(series, self._target.resource, begun_unix_ns, now_unix_ns):
-            error = self._send(request, max(0.0, end - time.monotonic()))
+        for request in requests(series, self.target.resource, begun_unix_ns, now_unix_ns):
+            left = max(0.0, end - time.monotonic())
+            answer, error = self.call(MetricsServiceStub, request, left)
+            if answer is not None and answer.partial_success.rejected_data_points:
+                refused = answer.partial_success
+                error = f"{refused.rejected_data_points} points refused: {refused.error_message}"
             if error:
-                self.close()
-                return error
+                return _told(error)
         return ""
 
-    def _send(self, request: service.ExportMetricsServiceRequest, timeout_s: float) -> str:
+    def call(self, stub: type, request: Any, timeout_s: float) -> tuple[Any, str]:
+        """What the collector answered, or why it did not."""
         if self._channel is None:
             self._channel = self._open(timeout_s)
-        stub = MetricsServiceStub(self._channel)
-        self._call = stub.Export.future(request, timeout_s, metadata=self._target.headers)
+        export = stub(self._channel).Export
+        self._call = export.future(request, timeout_s, metadata=self.target.headers)
         try:
             if self._cancelled:
                 self._call.cancel()
-            refused = self._call.result().partial_success
+            return self._call.result(), ""
         except grpc.RpcError as error:
-            return _told(f"{error.code().name}: {error.details()}")
+            self.close()
+            return None, _told(f"{error.code().name}: {error.details()}")
         except grpc.FutureCancelledError:
-            return "CANCELLED: the daemon stops"
+            self.close()
+            return None, "CANCELLED: the daemon stops"
         finally:
             self._call = None
-        if refused.rejected_data_points:
-            return _told(f"{refused.rejected_data_points} points refused: {refused.error_message}")
-        return ""
 
     def _open(self, timeout_s: float) -> grpc.Channel:
-        address, tls = self._target.address, self._target.tls
+        address, tls = self.target.address, self.target.tls
         options = [
             ("grpc.enable_http_proxy", 0),  # the endpoint, and nobody on the way
             ("grpc.use_local_subchannel_pool", 1),  # nothing is kept of an earlier channel
@@ -125,40 +129,49 @@ def requests(
 ) -> Iterator[service.ExportMetricsServiceRequest]:
     """The metrics in requests of at most so many points; each is made when it is asked for."""
     request, metrics, room = _empty(resource)
+    added = 0  # since others could run
     for metric, points in series:
         at = 0
         while at < len(points):
             if not room:
                 yield request
                 request, metrics, room = _empty(resource)
-            part = points[at : at + room]
-            _add(metrics.add(), metric, part, begun_unix_ns, now_unix_ns)
+            part = points[at : at + min(room, YIELD)]
+            if added + len(part) > YIELD:
+                pause()
+                added = 0
+            if not at or room == POINTS:
+                told = _metric(metrics.add(), metric)
+            _add(told, metric, part, begun_unix_ns, now_unix_ns)
+            added += len(part)
             at += len(part)
             room -= len(part)
     if room < POINTS:
         yield request
 
 
-def _add(
-    told: Metric, metric: Exported, points: Sequence[Point], begun_unix_ns: int, now_unix_ns: int
-) -> None:
+def _metric(told: Metric, metric: Exported) -> Any:
+    """Its points go into what is returned."""
     told.name, told.unit, told.description = metric.otlp_name, metric.unit, metric.help
-    if metric.kind is MetricKind.COUNTER:
-        told.sum.is_monotonic = True
-        told.sum.aggregation_temporality = AGGREGATION_TEMPORALITY_CUMULATIVE
-        data, start = told.sum.data_points, begun_unix_ns
-    else:
-        data, start = told.gauge.data_points, 0
-    for number, point in enumerate(points):
-        row = data.add(start_time_unix_nano=start, time_unix_nano=now_unix_ns)
+    if metric.kind is MetricKind.GAUGE:
+        return told.gauge.data_points
+    told.sum.is_monotonic = True
+    told.sum.aggregation_temporality = AGGREGATION_TEMPORALITY_CUMULATIVE
+    return told.sum.data_points
+
+
+def _add(
+    told: Any, metric: Exported, points: Sequence[Point], begun_unix_ns: int, now_unix_ns: int
+) -> None:
+    start = begun_unix_ns if metric.kind is MetricKind.COUNTER else 0
+    for point in points:
+        row = told.add(start_time_unix_nano=start, time_unix_nano=now_unix_ns)
         if isinstance(point.value, int):
             row.as_int = point.value
         else:
             row.as_double = point.value
         for name, value in zip(metric.labels, point.labels, strict=True):
             row.attributes.add(key=name).value.string_value = value
-        if number % YIELD == 0:
-            time.sleep(0)  # others get the interpreter: the loop has requests to answer
 
 
 def _empty(resource: Mapping[str, str]) -> tuple[service.ExportMetricsServiceRequest, Any, int]:

@@ -23,7 +23,6 @@ from kvd.errors import ConfigError
 from kvd.server.adoption import check_arena_path, open_core, policy_of
 from kvd.server.attach import AttachServer
 from kvd.server.carry import Carrier
-from kvd.server.collector import open_export, plan_export
 from kvd.server.config import Config
 from kvd.server.counters import Counters
 from kvd.server.desk import Desk
@@ -35,14 +34,15 @@ from kvd.server.limiter import Limiter
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
 from kvd.server.notify import Notifier
-from kvd.server.recording import Recorder
+from kvd.server.recording import Recorder, no_record
 from kvd.server.remembering import Keeper
 from kvd.server.respond import Responder, new_router
 from kvd.server.sessions import Sessions
 from kvd.server.sizes import format_size
 from kvd.server.tcp import TcpEndpoint, TcpKeys, read_clients, read_secret_key
+from kvd.server.telemetry import Telemetry
 from kvd.server.tenancy import Tenancy, open_access, open_registry
-from kvd.server.tiers import plan_directory, plan_tiers
+from kvd.server.tiers import check_plans, plan_directory, plan_tiers
 from kvd.server.transfers import Job, Transfers
 from kvd.wire import DEFAULT_LIMITS, Limits
 
@@ -91,16 +91,19 @@ class Server:
 
     def _startup(self) -> None:
         config, undo = self.config, self._undo
+        started_unix_ns = time.time_ns()
         _raise_descriptor_limit()
         registry = open_registry(config)
         access = open_access(config, registry)
         keys = _tcp_keys(config)
         plans = plan_tiers(config)
-        export = plan_export(config)
+        check_plans(config, plans)
         policy_of(config)
         self.endpoint = Endpoint(config.socket)
         self.endpoint.claim()
         undo.callback(self.endpoint.close)
+        self.telemetry = Telemetry(config)
+        undo.callback(self.telemetry.close)
 
         self.context = zmq.Context(io_threads=1)
         undo.callback(self.context.term)
@@ -179,8 +182,10 @@ class Server:
             lockwatch=self.lockwatch,
             loop=self.loop,
             registry=opened.registry,
+            started_unix_ns=started_unix_ns,
             tenancy=self.tenancy,
             sessions=self.sessions,
+            telemetry=self.telemetry,
             transfers=self.transfers,
         )
         self.tenancy.host = self.desk
@@ -198,10 +203,7 @@ class Server:
             recorder,
         )
         self._listen(limits)
-        self.exporter = self.desk.exporter = open_export(config, export)
-        if self.exporter is not None:
-            undo.callback(self.exporter.close)
-            self._export()
+        self.telemetry.start(self.loop, self.desk.figures, responder)
         self._timers()
         if not self._arena_is_whole:
             self._reserve_more()
@@ -212,10 +214,6 @@ class Server:
             gc.freeze()
             undo.callback(gc.unfreeze)
         self._served = True
-
-    def _export(self, now: float = 0.0) -> None:
-        if self.exporter is not None and self.exporter.idle:
-            self.exporter.take(self.desk.figures())
 
     def tcp_namespaces(self, keys: TcpKeys | None) -> list[str]:
         return list(dict.fromkeys(keys.clients.values())) if keys is not None else []
@@ -233,9 +231,7 @@ class Server:
                 lambda what: self.counters.reason("requests_recorded", what),
             )
         except OSError as error:
-            raise ConfigError(
-                f"trace.record: {config.trace_record} can't be written: {error.strerror}"
-            ) from None
+            raise no_record(config.trace_record, error) from None
         self._undo.callback(recorder.close)
         return recorder
 
@@ -301,8 +297,6 @@ class Server:
             self.loop.every(
                 self.config.eviction_keep_s, lambda now: self.carrier.feed(ev.Remember())
             )
-        if self.exporter is not None:
-            self.loop.every(self.config.telemetry_interval_s, self._export)
         if self._notifier.watchdog_s is not None:
             self.loop.every(self._notifier.watchdog_s, lambda now: self._notifier.alive())
 
@@ -406,10 +400,9 @@ class Server:
         sessions = len(self.sessions)
         for session in self.sessions.all():
             self.desk.end(session, "shutdown")
-        if self.exporter is not None:
-            self.exporter.close(self.desk.figures())
         self._keep_policies()
         self.arena.set_clean()
+        self.telemetry.close(last=True)
         self._undo.close()
         log.info("stopped; %d sessions were open", sessions)
 

@@ -17,7 +17,7 @@ from kvd.telemetry.table import METRICS, Metric, MetricKind
 __all__ = ["EXPORTED", "Exported", "Point", "Series", "series"]
 
 TENANT = "tenant"
-_UNITS = {"bytes": "By", "s": "s", "ms": "ms", "": "1"}  # as UCUM has them
+_UNITS = {"bytes": "By", "s": "s", "": "1"}  # as UCUM has them
 
 
 class Exported(NamedTuple):
@@ -35,7 +35,7 @@ class Exported(NamedTuple):
 
     @property
     def prometheus_name(self) -> str:
-        unit = {"By": "_bytes", "s": "_seconds", "ms": "_milliseconds"}.get(self.unit, "")
+        unit = {"By": "_bytes", "s": "_seconds"}.get(self.unit, "")
         if unit and "bytes" in self.name.split("_"):
             unit = ""  # it stands there already
         return f"kvd_{self.name}{unit}" + ("_total" if self.kind is MetricKind.COUNTER else "")

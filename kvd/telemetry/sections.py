@@ -51,6 +51,10 @@ class Section(NamedTuple):
         elif self.name == "tiers":
             for tier in stat["tiers"]:
                 yield Row((tier["name"],), {**tier, "healthy": int(tier["state"] == "ok")})
+        elif self.name in ("reasons", "notes"):
+            for tier in stat["tiers"]:
+                for name, value in tier.get(self.name, {}).items():
+                    yield Row((tier["name"], name), {"count": value})
         elif self.name == "answers":
             for tier in stat["tiers"]:
                 for operation, answers in tier.get("answers", {}).items():
@@ -63,7 +67,12 @@ class Section(NamedTuple):
 
 
 def _plain(stat: Mapping[str, Any]) -> dict[str, Any]:
-    return {**stat, "draining": int(stat.get("draining", False))}
+    plain: dict[str, Any] = {**stat, "draining": int(stat.get("draining", False))}
+    if "started_unix_ns" in stat:
+        plain["started"] = stat["started_unix_ns"] / 1e9
+    if "longest_turn_ms" in stat.get("loop", {}):
+        plain["longest_turn"] = stat["loop"]["longest_turn_ms"] / 1000
+    return plain
 
 
 SECTIONS = (
@@ -71,6 +80,7 @@ SECTIONS = (
         "daemon",
         (),
         (
+            Shown("start_time", _G, "s", "When the daemon started, since 1970.", "started"),
             Shown("uptime", _G, "s", "Since the daemon's start.", "uptime_s"),
             Shown("sessions", _G, "sessions", "Sessions that are open.", "sessions"),
             Shown("draining", _G, "", "1 while the daemon is shutting down.", "draining"),
@@ -79,11 +89,7 @@ SECTIONS = (
                 "loop_faults", _C, "faults", "All that is in faults, and the loop's own.", "faults"
             ),
             Shown(
-                "loop_longest_turn",
-                _G,
-                "ms",
-                "The longest turn since the start.",
-                "longest_turn_ms",
+                "loop_longest_turn", _G, "s", "The longest turn since the start.", "longest_turn"
             ),
             Shown(
                 "requests_in_flight",
@@ -123,6 +129,24 @@ SECTIONS = (
         "answers",
         ("tier", "operation", "answer"),
         (Shown("tier_answers", _C, "jobs", "Jobs of a tier below, by answer.", "count"),),
+    ),
+    Section(
+        "reasons",
+        ("tier", "reason"),
+        (Shown("tier_failures", _C, "failures", "What went wrong in a tier below.", "count"),),
+    ),
+    Section(
+        "notes",
+        ("tier", "note"),
+        (
+            Shown(
+                "tier_notes",
+                _G,
+                "",
+                "What only this medium tells: retries, fallbacks, foreign files (docs/tiers.md).",
+                "count",
+            ),
+        ),
     ),
     Section(
         "directory",

@@ -96,6 +96,23 @@ _ALL = (
         ("ok", "failed", "skipped"),
     ),
     Metric(
+        "spans",
+        _C,
+        "spans",
+        "Spans of sampled requests, by result. dropped: they came faster than they went.",
+        "result",
+        ("ok", "failed", "dropped"),
+    ),
+    Metric(
+        "scrapes",
+        _C,
+        "requests",
+        "Reads of /metrics, by result. failed: the loop did not answer in time; refused: too many "
+        "connections at a time.",
+        "result",
+        ("ok", "failed", "refused"),
+    ),
+    Metric(
         "transfers",
         _C,
         "jobs",

@@ -20,6 +20,7 @@ from kvd.server.tiers import TierPlan
 from kvd.server.transfers import Transfers
 from kvd.tiers.memory import MemoryBackend
 from kvd.tiers.pool import PooledTier
+from kvd.tiers.waiting import tenant_of
 
 SIZE = 8192
 NEVER = (1 << 63) - 1
@@ -153,3 +154,11 @@ def test_what_was_completed_is_told_in_shares_and_nothing_is_forgotten(
         assert len(written) <= told + 1
         told = len(written)
     assert sorted(e.job for e in written) == [1, 2, 3, 4]
+
+
+def test_who_asked_pays_in_the_tiers_queue_too(hands: Hands) -> None:
+    known = header(b"abcdefgh")
+    name = (known.kind, known.namespace_digest, known.spec, known.chunk, 0)
+    read = ac.TierRead(1, 0, *name, 0, 0, 0, SIZE, NEVER)
+    assert tenant_of(hands.ladder._job(read)) == known.namespace_digest
+    assert tenant_of(hands.ladder._job(read._replace(tenant=b"a" * 32))) == b"a" * 32

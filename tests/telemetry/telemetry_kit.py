@@ -59,7 +59,7 @@ class Rotel:
             self._program, "start", "--exporter", "blackhole",
             "--otlp-grpc-endpoint", f"127.0.0.1:{self.port}",
             "--otlp-http-endpoint", f"127.0.0.1:{self._http}",
-            "--debug-log", "metrics", "--debug-log-verbosity", "detailed",
+            "--debug-log", "metrics", "--debug-log", "traces", "--debug-log-verbosity", "detailed",
             "--pid-file", str(self._home / "pid"), "--log-file", str(self._home / "agent.log"),
         ]  # fmt: skip
         self._process = _Process(command, self._home, {"NO_COLOR": "1"})
@@ -76,8 +76,21 @@ class Rotel:
 
     def exports(self) -> list[Export]:
         """All that it took, in order; one that is being written may be incomplete."""
+        return [_export(part) for part in self._parts("ResourceMetrics #")]
+
+    def spans(self) -> list[dict[str, str]]:
+        """Fields and attributes of all spans that it took, by the names that it gives them."""
+        return [
+            dict(field)
+            for part in self._parts("ResourceSpans #")
+            for span in part.split("\nSpan #")[1:]
+            for field in [re.findall(r"^[ >-]*(.+?) *: (?:\w+\(|)(.*?)\)?$", span, re.MULTILINE)]
+        ]
+
+    def _parts(self, kind: str) -> list[str]:
         text = (self._home / "server.log").read_text(errors="replace")
-        return [_export(part) for part in text.split("ResourceMetrics #")[1:]]
+        parts = re.split(r"^(Resource(?:Metrics|Spans) #)", text, flags=re.MULTILINE)
+        return [part for name, part in zip(parts[1::2], parts[2::2], strict=True) if name == kind]
 
 
 _ATTRIBUTE = re.compile(r" *-> (.+?): (?:Str\((.*)\)|Int\((.*)\))")

@@ -166,6 +166,7 @@ def test_counters_stand_still_while_nothing_happens_and_begin_anew_with_the_daem
     counters = {m.otlp_name for m in EXPORTED.values() if m.name not in BY_LOOKING}
     with DaemonProcess(arena_size="16MiB", args=flags(rotel)) as daemon:
         with Client(daemon.socket) as client, Client(daemon.socket) as other:
+            other.ping()
             work(client, 1, 5, 5)
             at_rest(client)
             count = len(of(rotel, daemon))
@@ -203,7 +204,9 @@ def test_the_last_figures_go_out_before_the_daemon_does(rotel: Rotel) -> None:
         assert daemon.stop() == 0
         soon(lambda: len(of(rotel, daemon)) == 2)
         soon(lambda: of(rotel, daemon)[-1].metrics["kvd.lookups"].points.values())
-        assert sum(of(rotel, daemon)[-1].metrics["kvd.lookups"].points.values()) == 3
+        last = of(rotel, daemon)[-1].metrics
+        assert sum(last["kvd.lookups"].points.values()) == 3
+        assert last["kvd.exports"].points[frozenset({("result", "ok")})] == 1
 
 
 @pytest.fixture
@@ -273,3 +276,4 @@ def test_one_event_is_one_count_from_whichever_tier(
     assert value("shards_fetched", answer="ok") == value("shards_fetched") == 2
     assert value("tier_answers", tier="nvme", operation="read", answer="ok") == 1
     assert value("tier_answers", tier="s3", operation="read") == 1
+    assert value("tier_notes", tier="s3", note="retries") == 1

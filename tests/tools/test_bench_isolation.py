@@ -34,4 +34,7 @@ def test_a_neighbour_takes_nothing_and_all_figures_are_there() -> None:
         assert row["index"] >= 0.99 and row["worst_window"] >= 0.95
         assert row["control_index"] > 0
     assert result["work_conserving"] >= 0.98
-    assert result["scenarios"][0]["p99_load_ratio"] > 0
+    flood = result["flood"]
+    assert result["scenarios"][0]["p99_load_ratio"] == flood["p99_ratio"] > 0
+    assert all(value > 0 for value in flood.values()) and flood["stores_per_s"] > 0
+    assert {f"{of}p99_ratio" for of in ("", "same_pace_", "bare_")} <= flood.keys()

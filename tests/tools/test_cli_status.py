@@ -157,3 +157,7 @@ def test_an_operator_reads_whether_metrics_are_exported_and_how_that_goes() -> N
     ill = {**well, "state": "failing", "failing_since_unix_ns": since, "last_error": "UNAVAILABLE"}
     text = " ".join(shown(stat(telemetry=ill, counters=counts)).split())
     assert "failing for 2m 5s; UNAVAILABLE" in text
+    read = {"state": "off", "prometheus": "[::1]:9464"}
+    counts = {"scrapes": {"ok": 3, "failed": 0, "refused": 1}}
+    text = " ".join(shown(stat(telemetry=read, counters=counts)).split())
+    assert "at http://[::1]:9464/metrics; read: 3 ok, 1 refused" in text

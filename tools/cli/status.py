@@ -481,18 +481,25 @@ def _directory(directory: Mapping[str, Any] | None) -> Text | None:
 
 def _metrics(book: Book) -> Text | None:
     """Whether they are exported, and how that goes."""
-    counts = book.reasons("exports")
+    counts, scraped = book.reasons("exports"), book.reasons("scrapes")
+    spans = book.reasons("spans")
     told = book.stat.get("telemetry")
     if not isinstance(told, Mapping):
         return None
     state, since = told.get("state"), told.get("failing_since_unix_ns", 0)
+    address = told.get("prometheus", "")
+    reads = _join(
+        f"at http://{clean(address)}/metrics" if address else "", _said("read", scraped)
+    )
     if state == "off":
-        return Text("not exported", style="dim")
+        return reads if reads.plain else Text("not exported", style="dim")
     text = _join(
         f"exported to {clean(told.get('endpoint', '?'))}: {clean(state)}"
         + (f" for {format_duration(max(0.0, time.time() - since / 1e9))}" if since else ""),
         clean(told.get("last_error", "")) if since else "",
         _said("exports", counts),
+        _said("spans", spans),
+        reads.plain,
     )
     text.stylize("yellow" if since else "")
     return text
