@@ -387,7 +387,7 @@ class Core:
         left = store.apply_touches(TOUCH_SLICE)
         if left > 0:
             store.sweep(64)
-            if not self._jobs.step():
+            if not self._jobs.step() and self._reuses.waiting:
                 self._reuses.apply()
 
     def _drain(self, event: ev.Drain) -> None:
