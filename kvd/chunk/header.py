@@ -74,10 +74,9 @@ class ChunkHeader(NamedTuple):
     def pack(self) -> bytes:
         """512 bytes. ValueError if a field does not fit its width."""
         # struct would cut or pad them in silence
-        if not (
-            len(self.namespace_digest) == len(self.spec) == len(self.chunk) == len(self.parent) == 32
-            and len(self.fingerprint) == len(self.session) == len(self.digest) == 16
-        ):
+        hashes = len(self.namespace_digest), len(self.spec), len(self.chunk), len(self.parent)
+        digests = len(self.fingerprint), len(self.session), len(self.digest)
+        if hashes != (32,) * 4 or digests != (16,) * 3:
             raise ValueError(self._misfit())
         try:
             body = _STRUCT.pack(
