@@ -7,6 +7,9 @@ PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
 # More arguments for pytest: make test PYTEST_ARGS="-k lease -x"
 PYTEST_ARGS ?=
+# How many processes test at a time, each whole files: make test WORKERS=0 for one, in order, with
+# a debugger if need be
+WORKERS ?= 2
 # Where `make demo` writes its figures as JSON: make demo JSON=out.json
 JSON ?=
 # What `make demo` answers from besides memory: make demo TIERS=dram,nvme,s3. Without KVD_S3_... a
@@ -88,7 +91,8 @@ $(VENV)/.kvikio: $(VENV)/.dev
 	@touch $@
 
 test: $(VENV)/.models $(VENV)/.kvikio  ## every test that needs neither a GPU nor an engine
-	$(PY) -m pytest -m 'not gpu and not engine' --color=no --durations=10 $(PYTEST_ARGS)
+	$(PY) -m pytest -m 'not gpu and not engine' --color=no --durations=10 \
+		-n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.models $(VENV)/.kvikio  ## what only a machine with a CUDA device can show, as a JSON table, < 5 min
 	$(PY) -m kvd.tools.gpu

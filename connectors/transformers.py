@@ -110,6 +110,7 @@ class KvdCache:
         self._revision, self._weights = revision, weights
         self._cache_argument = cache_argument(model)
         self._backoff = Backoff()
+        self._clock = time.monotonic  # of the backoff
         self._told: set[str] = set()
         self._identity: _Identity | None = self._identify()
         self._watch = WeightWatch(model)
@@ -355,7 +356,7 @@ class KvdCache:
     def _may_ask(self, what: str) -> bool:
         if self._owner not in (0, os.getpid()):
             self._owner, self._client = os.getpid(), self._connect()
-        if self._backoff.may_try(time.monotonic()):
+        if self._backoff.may_try(self._clock()):
             return True
         self.counts[f"{what}.silent"] += 1
         return False
@@ -363,7 +364,7 @@ class KvdCache:
     def _failed(self, what: str, error: Exception) -> None:
         self.counts[f"{what}.{type(error).__name__}"] += 1
         if isinstance(error, (Unavailable, DeadlineExceeded, ClientClosed, OSError)):
-            pause = self._backoff.failed(time.monotonic())
+            pause = self._backoff.failed(self._clock())
             log.warning("kvd %s failed, next trial in %.0f s: %s", what, pause, error)
         else:
             log.warning("kvd %s failed: %s", what, error)

@@ -43,6 +43,8 @@ def factory(spec: str, load: Load | None = None) -> Callable[[], Policy]:
     made = partial(_find(name, load), **_options(name, options))
     try:
         made()
+    except SystemExit as error:
+        raise ConfigError(f"policy {spec!r} exits when it is made ({error})") from error
     except Exception as error:
         raise ConfigError(f"policy {spec!r}: {error}") from error
     return made
@@ -70,6 +72,8 @@ def _find(name: str, load: Load | None) -> type[Policy]:
         raise ConfigError(f"eviction policy {name!r}: dotted paths are not accepted here")
     try:
         found = getattr(load(module), attribute)
+    except SystemExit as error:  # a program, not a module
+        raise ConfigError(f"eviction policy {name!r} exits when imported ({error})") from error
     except Exception as error:  # the module is not ours
         raise ConfigError(f"eviction policy {name!r} can't be imported: {error}") from error
     if not isinstance(found, type) or not issubclass(found, Policy) or inspect.isabstract(found):

@@ -7,6 +7,9 @@ children are killed, so that the next one starts clean. What another run of kvd 
 in /dev/shm is blamed on nobody: names that tests give carry the run's tag. Fixtures of a wider
 scope than a test are set up before the comparison begins and torn down after it ends.
 
+Several processes may test at a time (`make test` does): each has a tag and a mark of its own, looks
+at its own threads, descriptors, children and names, and takes the others for other runs.
+
 At the end of the run, processes that were started by it and got away from their parent (a
 daemon's child whose parent was killed) are looked for by a mark in their environment.
 """

@@ -57,6 +57,10 @@ class Backend(ABC):
     delete_batch = 1  # deletes that go into one call
     attempts = 2  # reads that are tried before bytes that do not match are held against the medium
 
+    def check(self) -> None:  # noqa: B027 - most have nothing to look at
+        """ConfigError for what an operator must mend and that can be seen before `open`, which
+        refuses it, too: nobody is asked, nothing is taken."""
+
     @abstractmethod
     def open(self) -> ProbeReport:
         """Open and probe. ConfigError for what an operator must mend; Refused for what may heal:

@@ -31,6 +31,14 @@ class BreakerConfig(NamedTuple):
     pause_ns: int = SECOND
     max_pause_ns: int = 30 * SECOND
 
+    @classmethod
+    def up_to(cls, max_pause_ns: int) -> BreakerConfig:
+        """The usual one, with no pause longer than this."""
+        usual = cls()
+        return usual._replace(
+            pause_ns=min(usual.pause_ns, max_pause_ns), max_pause_ns=max_pause_ns
+        )
+
 
 DEFAULT = BreakerConfig()
 

@@ -103,7 +103,15 @@ class HbmBackend(Backend):
 
     # -- opening --------------------------------------------------------------------------------
 
+    def check(self) -> None:
+        self._choose()
+
     def open(self) -> ProbeReport:
+        self._torch, self._device = self._choose()
+        return self.probe(0, write=True)
+
+    def _choose(self) -> tuple[Any, Any]:
+        """torch and the device. ConfigError."""
         try:
             import torch
         except ImportError as error:
@@ -125,8 +133,7 @@ class HbmBackend(Backend):
                     f"{torch.cuda.device_count()} devices"
                 )
             device = torch.device("cuda", device.index or 0)
-        self._torch, self._device = torch, device
-        return self.probe(0, write=True)
+        return torch, device
 
     def probe(self, deadline: int, *, write: bool) -> ProbeReport:
         torch = self._torch

@@ -43,6 +43,7 @@ from kvd.tiers.breaker import BreakerConfig, BreakerState
 from kvd.tiers.crossing import Crossing
 from kvd.tiers.health import Health
 from kvd.tiers.meter import Meter
+from kvd.tiers.quiet import Quiet
 from kvd.tiers.waiting import BEHIND, Waiting, line_of
 
 log = logging.getLogger(__name__)
@@ -53,10 +54,12 @@ SECOND = 1_000 * MS
 
 class PoolConfig(NamedTuple):
     """`workers` jobs run at a time; `writers` of them at most are writes, scrubs or prefetches, so
-    that a load never waits behind a whole batch of demotions."""
+    that a load never waits behind a whole batch of demotions; fewer for `quiet_ns` after a load
+    (tiers/quiet.py)."""
 
     workers: int = 4
     writers: int = 3
+    quiet_ns: int = 0
     spares: int = 4  # workers beyond, while others are stuck
     stuck_ns: int = 10 * SECOND  # without a deadline, a job that runs longer is stuck
     probe_ns: int = 10 * SECOND  # a probe's own deadline
@@ -114,6 +117,7 @@ class PooledTier(Tier):
         self._workers: list[_Worker] = []
         self._watcher: threading.Thread | None = None
         self._behind = 0  # jobs that run although they are behind loads
+        self._quiet = Quiet(config.quiet_ns, config.writers)
         self._running = 0  # jobs
         self._number = 0
         self._started = self._closed = False
@@ -245,7 +249,7 @@ class PooledTier(Tier):
                 while task is None:
                     if self._closed:
                         return
-                    self._work.wait()
+                    self._work.wait(self._rest_s())
                     task = self._next()
                 jobs = [] if isinstance(task, _Heal) else task
                 behind = sum(line_of(job) in BEHIND for job in jobs)
@@ -266,13 +270,22 @@ class PooledTier(Tier):
                     self._running -= len(jobs)
                     self.meter.end(self._clock())
                     if behind:
+                        self._quiet.ended(jobs, worker.since, self._clock())
                         self._work.notify()
 
     def _next(self) -> _Task | None:
         """Pre: the lock is held."""
         if self._heals:
             return self._heals.popleft()
-        return self._waiting.take(behind=self._behind < self._config.writers) or None
+        now = self._clock()
+        jobs = self._waiting.take(behind=self._behind < self._quiet.most(now))
+        self._quiet.begun(jobs, now)
+        return jobs or None
+
+    def _rest_s(self) -> float | None:
+        """How long to sleep if nobody wakes who sleeps. Pre: the lock is held."""
+        left = self._quiet.left_ns(self._clock()) if self._waiting and not self._behind else None
+        return None if left is None else left / SECOND
 
     def _run(self, jobs: list[Job]) -> None:
         now = self._clock()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -32,13 +33,25 @@ class ServiceFailed(Exception):
     """It is not installed, ended, or did not get ready; holds what it said."""
 
 
+LOWEST_PORT = 10_000
+
+
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    """So many that nobody listens at: below those that the kernel gives away by itself, where a
+    connection of anybody's may take one before the service does, and drawn by lot, so that two
+    callers at a time don't get the same."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(LOWEST_PORT, first) if first > LOWEST_PORT + 10_000 else 0
+        with socket.socket() as one:
+            try:
+                one.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            port = one.getsockname()[1]
+        if port not in ports:
+            ports.append(port)
     return ports
 
 
@@ -108,6 +121,8 @@ class Seaweed:
             weed, "-logtostderr=true", "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
             f"-dir={home / 'data'}", "-filer", "-s3", f"-s3.config={home / 's3.json'}",
             "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
+            # Alone it wins every election: the usual 10 s are what it waits after a restart.
+            "-master.electionTimeout=500ms", "-master.heartbeatInterval=50ms",
             "-master.volumeSizeLimitMB=256", "-volume.max=50", *flags,
         ]  # fmt: skip
         self.port = ports[0]

@@ -244,6 +244,7 @@ class TierRead(NamedTuple):
     length: int
     deadline: int
     ahead: bool = False  # nobody waits for it
+    tenant: bytes = b""  # digest of the namespace that asked, and pays; empty: `namespace`
 
 
 class TierScrub(NamedTuple):
@@ -301,7 +302,7 @@ class PolicyFailed(NamedTuple):
 
     tier: str
     error: str  # one line: where and what
-    fault: Exception
+    fault: BaseException
 
 
 Action = (

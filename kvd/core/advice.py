@@ -1,9 +1,10 @@
 """A policy in the hands of the core: whatever it does, it costs advice and nothing else.
 
-The law of this module: no call here raises. The first exception of a policy ends its turn until the
-daemon's next start, for what it knows may be wrong from then on: it is counted, told, and a plain
-LRU takes over, into which all that is resident is loaded in slices (takeover.py). If that fails too
-there is no advice any more, and the core goes through its rows.
+The law of this module: no call here raises, whatever kind of exception a policy does: SystemExit
+and others that are no Exception, too, but for KeyboardInterrupt, which is the terminal's. The first
+one ends its turn until the daemon's next start, for what it knows may be wrong from then on: it is
+counted, told, and a plain LRU takes over, into which all that is resident is loaded in slices
+(takeover.py). If that fails too there is no advice any more, and the core goes through its rows.
 """
 
 from __future__ import annotations
@@ -15,11 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.core.actions import PolicyFailed
+from kvd.core.columns import NONE
 from kvd.core.recollection import Recollection
 from kvd.eviction.base import Policy
 from kvd.eviction.recency import Recency
 
 _TEXT = 200
+
+
+def _unless_interrupted(error: BaseException) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        raise error
 
 
 class Advice:
@@ -44,7 +51,8 @@ class Advice:
             self.policy.restore(known.state, (known.ghosts, known.ghost_values), now)
             if self.policy.memory(np.empty(0, np.int64)).shape[1] != known.memory.shape[1]:
                 raise ValueError("memory of another width")
-        except Exception:  # noqa: BLE001 - it does not hold: a cold policy
+        except BaseException as error:  # noqa: BLE001 - it does not hold: a cold policy
+            _unless_interrupted(error)
             self.policy = make()
             return False
         self.recollection = known
@@ -66,7 +74,7 @@ class Advice:
                     chunk, parent=parent, queue=queue, size=size, ghost=ghost, now=now
                 )
                 return
-            except Exception as error:  # noqa: BLE001 - the boundary of a policy
+            except BaseException as error:  # noqa: BLE001 - the boundary of a policy
                 self.fail("insert", error)
 
     def load(
@@ -91,51 +99,60 @@ class Advice:
                     ghosts=ghosts,
                     memory=None if known is None else known.of(ghosts),
                 )
-        except Exception as error:  # noqa: BLE001 - the job that takes over loads them
+        except BaseException as error:  # noqa: BLE001 - the job that takes over loads them
             self.fail("load", error)
 
     def touch(self, chain: Sequence[int], now: int) -> None:
         try:
             if self.policy is not None:
                 self.policy.touch(chain, now)
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001
             self.fail("touch", error)
 
     def defer(self, chunks: Sequence[int], now: int) -> None:
         try:
             if self.policy is not None:
                 self.policy.defer(chunks, now)
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001
             self.fail("defer", error)
 
     def cool(self, chunks: Sequence[int], now: int) -> None:
         try:
             if self.policy is not None:
                 self.policy.cool(chunks, now)
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001
             self.fail("cool", error)
 
     def forget(self, chunk: int, *, evicted: bool) -> None:
         try:
             if self.policy is not None:
                 self.policy.forget(chunk, evicted=evicted)
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001
             self.fail("forget", error)
 
     # -- what it is asked -----------------------------------------------------------------------
 
     def victims(self, queue: int, now: int) -> Iterator[int]:
         """Ends early where the policy fails: `turn` has changed then."""
-        try:
-            if self.policy is not None:
-                yield from self.policy.victims(queue, now)
-        except Exception as error:  # noqa: BLE001
-            self.fail("victims", error)
+        named: Iterator[int] | None = None
+        while True:
+            try:
+                if named is None:
+                    named = (
+                        iter(()) if self.policy is None else iter(self.policy.victims(queue, now))
+                    )
+                row = next(named, NONE)
+            except BaseException as error:  # noqa: BLE001
+                self.fail("victims", error)
+                return
+            if row == NONE:
+                return
+            yield row  # outside: who asks no further ends this generator with an exception, too
 
     def coldness(self, queue: int, now: int) -> float | None:
         try:
             return None if self.policy is None else self.policy.coldness(queue, now)
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001
             self.fail("coldness", error)
             return None
 
@@ -143,14 +160,15 @@ class Advice:
         """0 where there is no advice: nothing is hot then."""
         try:
             return 0.0 if self.policy is None else self.policy.value(chunk, now)
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001
             self.fail("value", error)
             return 0.0
 
     # -- a turn that is over --------------------------------------------------------------------
 
-    def fail(self, method: str, error: Exception) -> None:
+    def fail(self, method: str, error: BaseException) -> None:
         """An exception of the policy: its turn is over."""
+        _unless_interrupted(error)
         what = f"{self.turn_of}.{method}: {type(error).__name__}: {error}"[:_TEXT]
         first = not self.error
         self.error = self.error or what

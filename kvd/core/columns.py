@@ -33,6 +33,7 @@ EARLIER = 32  # its slot is of an earlier life: not to be used again during the 
 # tallies of a chunk
 HERE = 1  # has shards or writers in DRAM: counted as a kid of its parent
 ALONE = 2  # only in tiers below: counted in its space
+BOTH = 4  # here and below: counted for its tenant
 
 
 def column(rows: int, dtype: Any, fill: int = 0) -> tuple[NDArray[Any], memoryview]:
@@ -74,7 +75,7 @@ class Chunks:
         self.np_full, self.full = column(n, np.uint8)  # bit t: tier t has all shards
         self.np_warm, self.warm = column(n, np.uint8)  # hits while it was not in DRAM for good
         self.np_kids, self.kids = column(n, np.int32)  # children with something in DRAM
-        self.np_tally, self.tally = column(n, np.uint8)  # what of it is counted: HERE, ALONE
+        self.np_tally, self.tally = column(n, np.uint8)  # what of it is counted: HERE, ALONE, BOTH
         self.odd_pos0: dict[int, int] = {}  # where pos0 is not index * chunk_tokens
         self._free = array("i")
         self._used = 0

@@ -40,7 +40,7 @@ from kvd.core.sealing import Seals
 from kvd.core.sessions import Session
 from kvd.core.shares import PUBLIC
 from kvd.core.spaces import Space
-from kvd.core.stats import stat
+from kvd.core.stats import Reading, read, shown
 from kvd.core.store import TOUCH_SLICE, Store
 from kvd.core.takeover import take_over
 from kvd.core.transfers import Transfer, Transfers, Waiter
@@ -320,8 +320,12 @@ class Core:
 
     def stat(self, namespace: str | None = None) -> dict[str, Any]:
         """Sections of plain values; with a namespace, only its own tenant's."""
+        return {**shown(self.reading(namespace)), "reuse": self._reuses.stat(namespace)}
+
+    def reading(self, namespace: str | None = None) -> Reading:
+        """What `stat` shows, copied in a moment and not worked out yet."""
         uptime = self._store.now - (self._begun or 0)
-        shown = stat(
+        return read(
             self._store,
             self._leases,
             self._writes,
@@ -334,7 +338,6 @@ class Core:
                 "records_waiting": self._recovery.waiting,
             },
         )
-        return {**shown, "reuse": self._reuses.stat(namespace)}
 
     # -- time -----------------------------------------------------------------------------------
 

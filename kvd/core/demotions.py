@@ -48,15 +48,26 @@ class Move:
         "lower",
         "nbytes",
         "row",
+        "size",
         "sizes",
         "tenant",
         "why",
     )
 
-    def __init__(self, row: int, key: bytes, lower: Lower, why: str, tenant: int, by: int) -> None:
+    def __init__(
+        self,
+        row: int,
+        key: bytes,
+        lower: Lower,
+        why: str,
+        tenant: int,
+        by: int | None,
+        size: int,
+    ) -> None:
         self.row = row
         self.tenant = tenant
-        self.by = by  # for whose room
+        self.by = by  # for whose room; None: whose growth needs some of a class when it goes
+        self.size = size  # of this class
         self.nbytes = 0  # that it will take below
         self.key = key
         self.lower = lower
@@ -129,9 +140,11 @@ class Demotions:
                 self._begin(row, lower, "through")
         self.drains.pump()
         slabs = store.slabs
-        if slabs.blank() < 0:
-            for size, slots in slabs.slots.items():
+        for size, slots in slabs.slots.items():
+            if slabs.blank() < 0:
                 self._level(size, slots)
+            else:
+                slabs.ample(size)
         self._send()
 
     def _level(self, size: int, slots: int) -> None:
@@ -141,18 +154,21 @@ class Demotions:
             return
         free = slots - store.slabs.used[size]
         coming = self._coming.get(size, 0)
-        if free + coming >= max(1, ceil(slots * (1 - config.high))):
+        if free > ceil(slots * (1 - config.low)):
+            store.slabs.ample(size)
+        least = max(1, ceil(slots * (1 - config.high)), self._evictions.kept(size) + 1)
+        if free + coming >= least:
             return
         if size in self._running or store.now < self._not_before.get(size, 0):
             return
         if store.slabs.empty(but=size) >= 0 or not self._takers():
             return
-        need = max(1, ceil(slots * (1 - config.low))) - free - coming
+        need = max(least, ceil(slots * (1 - config.low))) - free - coming
         batch = max(1, int(config.size * config.batch_share) // size)
         need = min(need, batch - coming)
         if need > 0:
             self._running.add(size)
-            self._jobs.start(self._gather(size, need, store.slabs.last.get(size, NOBODY)))
+            self._jobs.start(self._gather(size, need))
 
     def _is_coming(self, size: int) -> bool:
         """Whether a slot of a class will be free soon; begins to demote if none is."""
@@ -184,7 +200,7 @@ class Demotions:
             if found is Found.NOTHING:
                 break
             if found is Found.DONE:
-                need -= sum(self._slots(row))
+                need -= sum(store.slots(row))
                 if reason != "capacity":
                     self._evictions.remove(row, reason, tenant)
                 elif not self._demote(row, tenant):
@@ -198,8 +214,9 @@ class Demotions:
             self._thin_after[tenant] = store.now + _BACKOFF_NS
         self._jobs.wake(Pause.DEMOTION)
 
-    def _gather(self, size: int, need: int, by: int) -> Work[None]:
-        """Choose victims until enough slots are free or will be."""
+    def _gather(self, size: int, need: int) -> Work[None]:
+        """Choose victims until enough slots are free or will be. For whose room each goes is told
+        when it goes: of whom most of the growth is not made up for then."""
         store = self._store
         search = Search()
         begun = False
@@ -208,10 +225,10 @@ class Demotions:
             if found is Found.NOTHING:
                 break
             if found is Found.DONE:
-                mine = self._slots(row).count(size)
+                mine = store.slots(row).count(size)
                 if reason != "capacity":
-                    self._evictions.remove(row, reason, by)
-                elif not self._demote(row, by):
+                    self._evictions.remove(row, reason, store.slabs.needy(size))
+                elif not self._demote(row, None, size):
                     break
                 need -= mine
                 begun = True
@@ -224,21 +241,23 @@ class Demotions:
             store.timers.add(store.now + _BACKOFF_NS, "room", store.handle())
         self._jobs.wake(Pause.DEMOTION)
 
-    def _demote(self, row: int, by: int) -> bool:
-        """Send a victim down, or drop it if it is there. False if no tier takes anything now."""
+    def _demote(self, row: int, by: int | None, size: int = 0) -> bool:
+        """Send a victim down, or drop it if it is there. `by`: for whose room; None: for theirs
+        whose growth needs some of this class. False if no tier takes anything now."""
         store, ladder = self._store, self._store.ladder
+        now = store.slabs.needy(size) if by is None else by
         lower = self._target(row)
         if lower is None:
             if not self._takers():
                 return False
-            self._evictions.remove(row, "capacity", by)
+            self._evictions.remove(row, "capacity", now)
             return True
         if ladder.holds(lower, row) and lower.readable:
             self._count(row, "present")
-            store.evicts(row, by, store.shares.dram)
+            store.evicts(row, now, store.shares.dram)
             store.drop(row, "demoted", evicted=True)
-        elif not self._begin(row, lower, "demote", by):
-            self._evictions.remove(row, "capacity", by)
+        elif not self._begin(row, lower, "demote", by, size):
+            self._evictions.remove(row, "capacity", now)
         return True
 
     def _target(self, row: int) -> Lower | None:
@@ -272,15 +291,9 @@ class Demotions:
 
     # -- one chunk ------------------------------------------------------------------------------
 
-    def _slots(self, row: int) -> list[int]:
-        """Sizes of the slots that the chunk has."""
-        store = self._store
-        first = store.chunks.cell[row]
-        space = store.spaces.of(store.chunks.space[row])
-        held = (col.READY, col.BAD)
-        return [n for s, n in enumerate(space.slot_sizes) if store.cells.state[first + s] in held]
-
-    def _begin(self, row: int, lower: Lower, why: str, by: int = NOBODY) -> bool:
+    def _begin(
+        self, row: int, lower: Lower, why: str, by: int | None = NOBODY, size: int = 0
+    ) -> bool:
         """Write what the tier does not have of a chunk. False if that can't be done now."""
         store, chunks, cells = self._store, self._store.chunks, self._store.cells
         if row in self.by_row or row in store.ladder.active or not chunks.ready[row]:
@@ -302,12 +315,12 @@ class Demotions:
         if not fits:
             self._count(row, "over_quota")
             return False
-        move = self.by_row[row] = Move(row, chunks.key_of(row), lower, why, space.tenant, by)
+        move = self.by_row[row] = Move(row, chunks.key_of(row), lower, why, space.tenant, by, size)
         store.ladder.hold(row)
         move.left = len(missing)
         move.nbytes = nbytes
         lower.use.coming[space.tenant] += nbytes
-        move.sizes = self._slots(row)
+        move.sizes = store.slots(row)
         held = self._held
         if why == "demote":
             held = self._coming
@@ -461,8 +474,9 @@ class Demotions:
         if not (same and chunks.ready[row] and self._evictions.legal(row)):
             return
         dram = store.shares.dram
-        if move.by == move.tenant or not store.shares.isolate or dram.above(move.tenant):
-            store.evicts(row, move.by, dram)
+        by = store.slabs.needy(move.size) if move.by is None else move.by
+        if by == move.tenant or not store.shares.isolate or dram.above(move.tenant):
+            store.evicts(row, by, dram)
             written = move.failed is None and store.ladder.holds(move.lower, row)
             store.drop(row, "demoted" if written else "undemoted", evicted=True)
 

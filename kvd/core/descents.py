@@ -21,19 +21,30 @@ _AT_A_TIME = 4  # payloads of one tier on their way down: what the server holds 
 
 
 class Descent:
-    """One chunk on its way from a tier to the next. `place`: who waits for its room."""
+    """One chunk on its way from a tier to the next. `place`: who waits for its room; `nbytes`:
+    what it will take there of its tenant's maximum."""
 
-    __slots__ = ("cells", "failed", "key", "place", "row", "source", "target")
+    __slots__ = ("cells", "failed", "key", "nbytes", "place", "row", "source", "target", "tenant")
 
     def __init__(
-        self, row: int, key: bytes, source: Lower, target: Lower, place: tuple[int, int]
+        self,
+        row: int,
+        key: bytes,
+        source: Lower,
+        target: Lower,
+        place: tuple[int, int],
+        cells: list[int],
+        tenant: int,
+        nbytes: int,
     ) -> None:
         self.row = row
         self.key = key
         self.source = source
         self.target = target
         self.place = place
-        self.cells: list[int] = []  # still to go, the next one last
+        self.cells = cells  # still to go, the next one last
+        self.tenant = tenant
+        self.nbytes = nbytes
         self.failed = ""  # why some shard did not get there
 
 
@@ -71,30 +82,27 @@ class Descents:
         if not wanting or not source.readable:
             self.count(row, "unwanted" if targets and source.readable else "off")
             return False
-        if self._over(wanting[0], row):
+        target = wanting[0]
+        space = store.spaces.of(store.chunks.space[row])
+        first = store.chunks.cell[row]
+        every = range(first + space.shards - 1, first - 1, -1)
+        cells = [c for c in every if source.state[c] == READY and target.state[c] != READY]
+        nbytes = sum(space.slot_sizes[cell - first] for cell in cells)
+        if store.shares.isolate and target.use.full(
+            space.tenant, target.use.coming[space.tenant] + nbytes
+        ):
             self.count(row, "over_quota")
             return False
         if self.running[source.number] >= _AT_A_TIME:
             self.count(row, "busy")
             return False
-        descent = Descent(row, store.chunks.key_of(row), source, wanting[0], place)
-        space = store.spaces.of(store.chunks.space[row])
-        first = store.chunks.cell[row]
-        every = range(first + space.shards - 1, first - 1, -1)
-        descent.cells = [
-            c for c in every if source.state[c] == READY and descent.target.state[c] != READY
-        ]
+        key = store.chunks.key_of(row)
+        descent = Descent(row, key, source, target, place, cells, space.tenant, nbytes)
+        target.use.coming[space.tenant] += nbytes
         self.running[source.number] += 1
         ladder.hold(row)
         self._next(descent)
         return True
-
-    def _over(self, target: Lower, row: int) -> bool:
-        """Whether its tenant may have no more there."""
-        store = self._store
-        space = store.spaces.of(store.chunks.space[row])
-        full = target.use.full(space.tenant, space.chunk_slot_bytes)
-        return store.shares.isolate and full
 
     def count(self, row: int, how: str) -> None:
         store = self._store
@@ -109,6 +117,7 @@ class Descents:
             descent.failed = descent.failed or "miss"
         if descent.failed or not descent.cells:
             self.running[source.number] -= 1
+            descent.target.use.coming[descent.tenant] -= descent.nbytes
             self.count(descent.row, descent.failed or "written")
             store.ladder.release(descent.row)
             self.ended(descent)

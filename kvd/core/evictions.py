@@ -26,6 +26,7 @@ _DESCENT = 8192  # steps down one hole's subtree at a time
 _FEW = 64
 _SWEEP = 256
 _SCAN = 1024  # rows looked at where a policy does not know all
+_CROWD = 32  # slots of a class, fewer of which are not kept for anybody
 _WAITS = 8  # times that one slot waits for slabs to be emptied
 NO_ROOM, OVER_MAXIMUM = -1, -2  # what `slot` answers instead of a record
 
@@ -74,7 +75,7 @@ class Evictions:
                 kept = yield from self._keep_maximum(size, tenant)
                 if not kept:
                     return OVER_MAXIMUM
-            record = slabs.take(size, tenant)
+            record = self._take(size, tenant)
             if record >= 0:
                 return record
             if self._take_slab(size):
@@ -86,7 +87,7 @@ class Evictions:
             owed = self._owed(size, tenant)
             if self.reclass.due(size) and self.reclass.start(size, tenant, must=owed):
                 search = Search()
-                record = slabs.take(size, tenant)
+                record = self._take(size, tenant)
                 if record >= 0:
                     return record
             if owed and self.reclass.active(size) and waits < _WAITS:
@@ -113,10 +114,28 @@ class Evictions:
                 search = Search()
             elif waits >= _WAITS or not self.reclass.start(size, tenant, must=True):
                 if not self.moving(size) or (until and store.now >= until):
-                    return NO_ROOM
+                    return slabs.take(size, tenant)  # one that was kept, rather than none
                 until = until or self._wait()
                 yield Pause.DEMOTION
                 search = Search()
+
+    def _take(self, size: int, tenant: int) -> int:
+        """A free slot, if it is not one of those that are kept from this tenant; else -1."""
+        slabs, kept = self._store.slabs, self.kept(size)
+        free = slabs.slots.get(size, 0) - slabs.used.get(size, 0)
+        if free <= kept and self._store.shares.dram.beyond(tenant, size):
+            return NO_ROOM
+        return slabs.take(size, tenant)
+
+    def kept(self, size: int) -> int:
+        """How many of a class's slots, the last free ones, are for tenants within their share: they
+        find one at once while another fills whatever becomes free. Half of what demotion keeps
+        free; none where nobody demotes, or there is nobody to keep them for."""
+        store = self._store
+        if not (store.layered and store.shares.isolate and len(store.shares.names) > 2):
+            return 0
+        slots = store.slabs.slots.get(size, 0)
+        return max(1, ceil(slots * (1 - store.config.high)) // 2) if slots >= _CROWD else 0
 
     def _wait(self) -> int:
         """How long a slot is waited for that may come: ns. The waiting is woken then."""
@@ -246,6 +265,8 @@ class Evictions:
             return False
         queues = [queue for queue in self._queues(size) if store.residents[queue]]
         for queue in self._givers(queues, by, size):
+            if not store.both.get(store.spaces.queue_tenants[queue]):
+                continue  # there is nothing to be found, and a walk costs
             for n, row in enumerate(store.policy.victims(queue, store.now)):
                 if n >= _SKIPS:
                     break

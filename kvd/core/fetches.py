@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.chunk import ChunkHeader, HeaderFlag, Outcome, State
+from kvd.chunk import ChunkHeader, HeaderFlag, Outcome, State, namespace_digest
 from kvd.core import columns as col
 from kvd.core.actions import TierDelete, TierRead
 from kvd.core.events import TierAnswer
@@ -24,6 +24,7 @@ from kvd.core.evictions import Evictions
 from kvd.core.fetch import Batch, Fetch
 from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.lower import Lower, TierJob
+from kvd.core.spaces import Space
 from kvd.core.store import Store
 from kvd.fair import FairQueue
 
@@ -242,8 +243,14 @@ class Fetches:
                 space.nbytes[shard],
                 store.now + lower.config.read_ns,
                 ahead,
+                self._payer(fetch, space),
             )
         )
+
+    def _payer(self, fetch: Fetch, space: Space) -> bytes:
+        """Who asked, if the chunk is another's, one of `public`: in the tier's queue it is that
+        one's turn as it was in ours. The slot, and the chunk in every tier, are its owner's."""
+        return b"" if fetch.tenant == space.namespace else namespace_digest(fetch.tenant)
 
     def _there(self, fetch: Fetch) -> bool:
         lower = fetch.lower

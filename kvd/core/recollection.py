@@ -93,7 +93,9 @@ def parts(store: Store) -> Iterator[Part]:
                     "ghosts": ghosts[0].astype("<u8").tobytes(),
                     "values": ghosts[1].astype("<f8").tobytes(),
                 }
-        except Exception as error:  # noqa: BLE001 - of the policy; the tiers that follow go on
+        except GeneratorExit:  # whoever asked needs no more
+            raise
+        except BaseException as error:  # noqa: BLE001 - of the policy; the tiers that follow go on
             advice.fail("snapshot", error)
 
 

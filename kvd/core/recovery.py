@@ -355,4 +355,7 @@ class Recovery:
         ]
         chunks.np_tally[alone] |= col.ALONE
         space.alone += len(alone)
+        both = unique[(chunks.np_ready[unique] > 0) & (chunks.np_tally[unique] & col.BOTH == 0)]
+        chunks.np_tally[both] |= col.BOTH
+        store.both[space.tenant] = store.both.get(space.tenant, 0) + len(both)
         store.counters.own["records_recovered", ""] += len(row)

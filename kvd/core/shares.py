@@ -112,6 +112,10 @@ class TierUse:
         """Whether it has more than its minimum, so that others may ask for it."""
         return self.use[tenant] - self.leaving[tenant] > self.minimum[tenant]
 
+    def beyond(self, tenant: int, more: int) -> bool:
+        """Whether so much more would be more than its share: room that others lend."""
+        return self.use[tenant] + more > self.share[tenant]
+
     def full(self, tenant: int, more: int) -> bool:
         """Whether so much more would be beyond its maximum."""
         return self.use[tenant] + more > self.maximum[tenant]

@@ -52,7 +52,9 @@ class Slabs:
         self.taken_bytes = 0
         self.slots: dict[int, int] = {}  # size -> slots of its slabs that are open
         self.used: dict[int, int] = {}  # size -> slots of these that are taken
-        self.last: dict[int, int] = {}  # size -> tenant that took one last
+        # size -> tenant -> slots that it took and no room was made for yet; with tiers below only
+        self.grown: dict[int, dict[int, int]] = {}
+        self._demotes = bool(config.tiers)
         self.blanks = 0
 
     # -- places ---------------------------------------------------------------------------------
@@ -220,7 +222,8 @@ class Slabs:
                     assert tenants is not None
                     tenants[slot] = tenant
                     self._use.use[tenant] += size
-                    self.last[size] = tenant
+                    if self._demotes:
+                        self._grow(size, tenant, 1)
                     return slab * self.records + slot
             heappop(heap)
             if self.slot_sizes[slab] == size:
@@ -243,7 +246,33 @@ class Slabs:
         tenants = self.tenant[slab]
         assert tenants is not None
         self._use.use[int(tenants[slot])] -= size
+        if self._demotes:
+            self._grow(size, int(tenants[slot]), -1)
         self._list(slab)
+
+    # -- whose growth needs room ----------------------------------------------------------------
+
+    def _grow(self, size: int, tenant: int, slots: int) -> None:
+        grown = self.grown.setdefault(size, {})
+        grown[tenant] = grown.get(tenant, 0) + slots
+
+    def needy(self, size: int) -> int:
+        """The tenant whose growth room of a class is made for next: of whom most slots are not made
+        up for yet. Nobody, if all are."""
+        grown = self.grown.get(size)
+        most = max(grown, key=lambda tenant: grown[tenant]) if grown else NO_TENANT
+        return most if grown and grown[most] > 0 else NO_TENANT
+
+    def made_room(self, size: int, by: int, giver: int) -> None:
+        """A tenant is about to give back a slot of a class for another's sake."""
+        if self._demotes:
+            self._grow(size, by, -1)
+            self._grow(size, giver, 1)  # which goes with the slot: it has not grown less
+
+    def ample(self, size: int) -> None:
+        """There is more room of a class than is kept: nobody's growth needs any made."""
+        if size in self.grown:
+            self.grown[size].clear()
 
     def charge(self, record: int, tenant: int) -> None:
         """A taken slot is this tenant's from now on."""

@@ -92,6 +92,7 @@ class Store:
         self.held_bytes = 0
         self.layered = bool(config.tiers)  # there are tiers below DRAM
         self.ladder = Ladder(self, list(below))
+        self.both: dict[int, int] = {}  # by tenant: chunks with shards here and below
         self.transients: dict[int, int] = {}  # chunks read from below for one lease: slot bytes
         self.transient_bytes = 0  # of these, and of reads under way for them
         self.fleeting: deque[int] = deque()  # transients that nobody may hold any more
@@ -230,7 +231,9 @@ class Store:
         chunks = self.chunks
         here = chunks.ready[row] or chunks.writing[row] or chunks.bad[row]
         alone = chunks.below[row] and not (chunks.ready[row] or chunks.bad[row])
+        both = chunks.below[row] and chunks.ready[row]
         tally = (col.HERE if here else 0) | (col.ALONE if alone else 0)
+        tally |= col.BOTH if both else 0
         changed = tally ^ chunks.tally[row]
         if not changed:
             return
@@ -238,6 +241,9 @@ class Store:
         parent = chunks.parent[row]
         if changed & col.HERE and parent != NONE:
             chunks.kids[parent] += 1 if here else -1
+        if changed & col.BOTH:
+            tenant = self.tenant(row)
+            self.both[tenant] = self.both.get(tenant, 0) + (1 if both else -1)
         if changed & col.ALONE:
             self.spaces.of(chunks.space[row]).alone += 1 if alone else -1
 
@@ -248,6 +254,9 @@ class Store:
     def evicts(self, row: int, by: int, tier: TierUse) -> None:
         """A tenant is about to lose a chunk, for want of room of another (NOBODY: of none)."""
         tenant = self.tenant(row)
+        if tier is self.shares.dram and self.layered:
+            for size in self.slots(row):
+                self.slabs.made_room(size, by, tenant)
         if tenant == by:
             return
         label = "dram" if tier is self.shares.dram else "below"
@@ -257,6 +266,12 @@ class Store:
             counts["evictions_below_minimum", label] += 1
         if by:
             self.counters.tenant(self.shares.names[by])["evictions_inflicted", label] += 1
+
+    def slots(self, row: int) -> list[int]:
+        """Sizes of the slots that a chunk has."""
+        first, space = self.chunks.cell[row], self.spaces.of(self.chunks.space[row])
+        held = (col.READY, col.BAD)
+        return [n for s, n in enumerate(space.slot_sizes) if self.cells.state[first + s] in held]
 
     def queue(self, row: int) -> int:
         """The policy's queue of a chunk."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hmac
 import os
-import stat
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvd.core.shares import PUBLIC
 from kvd.errors import AuthError, ConfigError
+from kvd.server.files import open_file
 from kvd.server.settings import NamespaceRule
 from kvd.server.tenantrules import Tenant
 from kvd.server.tenants import token_digest
@@ -134,9 +134,9 @@ class Access:
 
 def _read_token(path: str) -> bytes:
     try:
-        with open(path, "rb") as stream:
+        with open_file(path) as stream:
             mode = os.fstat(stream.fileno()).st_mode
-            token = stream.read(TOKEN_MAX + 1).strip() if stat.S_ISREG(mode) else b""
+            token = stream.read(TOKEN_MAX + 1).strip()
     except OSError as error:
         raise ConfigError(f"namespaces: token_file {path}: {error.strerror}") from None
     if not TOKEN_MIN <= len(token) <= TOKEN_MAX:

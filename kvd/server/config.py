@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvd.errors import ConfigError
+from kvd.server.files import open_file
 from kvd.server.settings import SETTINGS, NamespaceRule, Setting, find_setting
 from kvd.server.sizes import format_size
 from kvd.server.tenantrules import Tenant, shown_tenant
@@ -38,6 +39,8 @@ _OTHER_WORDS = {
     "daemon.log_level": ("verbos", "debug"),
     "eviction.policy": ("evict", "lru", "replacement"),
     "limits.sessions": ("client", "connection"),
+    "telemetry.otlp_endpoint": ("otel", "otlp", "collector", "metrics_end"),
+    "telemetry.prometheus": ("prom", "scrape", "metrics_port"),
     "tenants": ("tenant", "user", "quota"),
 }
 
@@ -74,6 +77,7 @@ class Config:
     watermarks: tuple[float, float]
     transient_share: float
     room_wait_s: float
+    retry_s: float
     installation: str | None
     hbm_device: str
     hbm_limit: int
@@ -126,6 +130,14 @@ class Config:
     directory_wait_s: float
     trace_record: str | None
     trace_limit: int
+    otlp_endpoint: str
+    otlp_headers_file: str | None
+    otlp_ca_file: str | None
+    telemetry_interval_s: float
+    telemetry_timeout_s: float
+    telemetry_attributes: tuple[str, ...]
+    prometheus: str | None
+    traces: bool
     namespaces: tuple[NamespaceRule, ...]
     tenants: tuple[Tenant, ...]
     isolation: bool
@@ -227,6 +239,16 @@ def _check_together(config: Config) -> None:
         raise refuse("tiers.watermarks", "the high one is below the low one")
     if config.directory_url and not config.s3_bucket:
         raise refuse("directory.url", "needs tiers.s3.bucket: it tells who has what in that bucket")
+    for name, value in (
+        ("telemetry.otlp_headers_file", config.otlp_headers_file),
+        ("telemetry.otlp_ca_file", config.otlp_ca_file),
+    ):
+        if value is not None and not config.otlp_endpoint:
+            raise refuse(name, "of no use without telemetry.otlp_endpoint; give that, too")
+    if config.traces and not config.otlp_endpoint:
+        raise refuse("telemetry.traces", "needs telemetry.otlp_endpoint: spans go there")
+    if config.otlp_ca_file is not None and not config.otlp_endpoint.startswith("https://"):
+        raise refuse("telemetry.otlp_ca_file", "telemetry.otlp_endpoint is not https://")
     if config.admin_group and _group_id(config.admin_group) is None:
         raise refuse("admin.group", "no such group; give the name or number of one that exists")
     if config.tcp_endpoint is not None:
@@ -252,7 +274,7 @@ def _group_id(group: str) -> int | None:
 
 def _from_file(file: str) -> Iterator[tuple[Setting, object, str]]:
     try:
-        with open(file, "rb") as stream:
+        with open_file(file) as stream:
             document = tomllib.load(stream)
     except OSError as error:
         raise ConfigError(f"config file {file}: {error.strerror}; give another --config") from None

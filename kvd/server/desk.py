@@ -36,15 +36,16 @@ from kvd.server.carry import Carrier
 from kvd.server.config import Config, shown_settings
 from kvd.server.counters import Counters
 from kvd.server.directory import SharedDirectory
+from kvd.server.figures import Figures, Own
 from kvd.server.ladder import Ladder
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
 from kvd.server.requests import Request
 from kvd.server.sessions import Route, Session, Sessions
 from kvd.server.tcp import namespace_of_user
+from kvd.server.telemetry import Telemetry
 from kvd.server.tenancy import Tenancy
 from kvd.server.transfers import Job, Transfers
-from kvd.telemetry.tenants import capped
 from kvd.tiers.base import Answer, Completion
 from kvd.wire import Limits, common_features
 from kvd.wire import messages as m
@@ -74,8 +75,10 @@ class Desk:
     lockwatch: LockWatch
     loop: Loop
     registry: SpecRegistry
+    started_unix_ns: int
     tenancy: Tenancy
     sessions: Sessions
+    telemetry: Telemetry
     transfers: Transfers
     attach_server: AttachServer | None = None
     draining: bool = False
@@ -275,7 +278,6 @@ class Desk:
     def own_stat(self, stat: dict[str, Any], *, admin: bool) -> dict[str, Any]:
         """The core's answer and what only the server knows. How busy the daemon is with others is
         an admin's business: a tenant sees what it did itself."""
-        faults = self.loop.faults + self.counters.of("faults")
         if not admin:
             return {
                 **stat,
@@ -283,38 +285,49 @@ class Desk:
                 "version": __version__,
                 "pid": os.getpid(),
                 "draining": self.draining,
-                "loop": {"faults": faults},
+                "loop": {"faults": self.loop.faults + self.counters.of("faults")},
             }
-        counted = self.counters.snapshot()
-        tenants = stat["tenants"]
-        order = [*self.carrier.core.tenants, *tenants]
-        tenants = capped(tenants, order, self.config.tenant_metrics)
+        return self._own(stat["tiers"]).added_to(stat)
+
+    def figures(self) -> Figures:
+        """A copy of what an administrator is shown, to be worked out elsewhere."""
+        reading = self.carrier.core.reading()
+        return Figures(reading, self._own(reading.tiers))
+
+    def _own(self, tiers: list[dict[str, Any]]) -> Own:
+        counted: dict[str, Any] = self.counters.snapshot()
         transfers = self.transfers.counters
         counted["transfers"] = {
             "done": transfers.done,
             "failed": transfers.failed,
             "stuck": transfers.stuck,
         }
-        if self.directory is not None:
-            stat["directory"] = self.directory.stat()
-        return {
-            **stat,
-            "tiers": self.ladder.stat(stat["tiers"], admin=True),
-            "tenants": tenants,
+        sections: dict[str, Any] = {
             "version": __version__,
             "pid": os.getpid(),
             "draining": self.draining,
-            "counters": {**stat["counters"], **counted},
             "loop": {
                 "turns": self.loop.turns,
-                "faults": faults,
+                "faults": self.loop.faults + self.counters.of("faults"),
                 "longest_turn_ms": round(self.loop.longest_turn_s * 1000, 3),
                 "requests_in_flight": self.sessions.inflight,
                 "transfers_pending": self.transfers.pending,
                 "workers_stuck": self.transfers.stuck,
                 "locks_watched": len(self.lockwatch),
             },
+            "started_unix_ns": self.started_unix_ns,
+            "telemetry": self.telemetry.stat(),
         }
+        counted.update(self.telemetry.counted())
+        if self.directory is not None:
+            sections["directory"] = self.directory.stat()
+        return Own(
+            self.ladder.stat(tiers, admin=True),
+            counted,
+            sections,
+            self.carrier.core.tenants,
+            self.config.tenant_metrics,
+        )
 
     # -- for inline transfers -------------------------------------------------------------------
 

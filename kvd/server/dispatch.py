@@ -237,7 +237,7 @@ class Dispatcher:
         deadline = frame.deadline
         if deadline and frame.flags & RELATIVE:
             deadline = now + deadline * NS_PER_MS
-        request = Request(session, route, frame, deadline, self._responder)
+        request = Request(session, route, frame, deadline, self._responder, now)
         try:
             if deadline and deadline <= now and frame.op not in GIVE_BACKS:
                 self._counters.add("requests_expired")

@@ -22,12 +22,13 @@ from kvd.chunk import namespace_digest
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.shares import TierShare
+from kvd.server.files import open_file
 from kvd.server.tiers import TierPlan
 from kvd.server.transfers import Job, Transfers
 from kvd.tiers import base as t
 from kvd.tiers.backend import Refused
 
-__all__ = ["Ladder"]
+__all__ = ["RECOVER_AGAIN_S", "Ladder"]
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,14 @@ class Ladder:
     """All tiers below DRAM. `feed` takes an event for the core; `beside`: the arena's file, whose
     neighbours are what has to outlive the daemon. For the loop's thread."""
 
-    def __init__(self, plans: Sequence[TierPlan], view: memoryview, beside: Path) -> None:
+    def __init__(
+        self,
+        plans: Sequence[TierPlan],
+        view: memoryview,
+        beside: Path,
+        recover_again_s: float = RECOVER_AGAIN_S,
+    ) -> None:
+        """`recover_again_s`: the pause after a medium failed while it told what lies there."""
         self.completions = t.Completions()
         self.plans = plans
         self.tiers: list[t.Tier] = []
@@ -50,6 +58,7 @@ class Ladder:
         self.feed: Callable[[Any], None] = lambda event: None
         self.completed: Callable[[Any, t.Completion], None] | None = None  # told before the core
         self._view = view
+        self._recover_again_s = recover_again_s
         self._cursors = [
             plan.cursor or beside.with_name(f"{beside.name}.scrub-{plan.config.name}")
             for plan in plans
@@ -116,7 +125,7 @@ class Ladder:
                             return
                 except Refused as refused:
                     log.warning("tier %s: what lies there is not known yet: %s", tier.name, refused)
-                    self._closing.wait(RECOVER_AGAIN_S)
+                    self._closing.wait(self._recover_again_s)
                 except Exception:  # the boundary of a thread: the tier serves without the rest
                     log.exception("tier %s: what lies there is not known in full", tier.name)
                     return
@@ -185,7 +194,7 @@ class Ladder:
             return t.Read(action, key, place, memory, action.deadline, use=use)
         into = self._view[action.offset : action.offset + action.length]
         use = t.Use.PREFETCH if action.ahead else t.Use.LOAD
-        return t.Read(action, key, place, into, action.deadline, use=use)
+        return t.Read(action, key, place, into, action.deadline, action.tenant, use)
 
     def scrubbed_to(self, action: ac.ScrubCursor) -> None:
         """Keep how far a scrub has got: beside what it reads, or, of media that are elsewhere,
@@ -200,7 +209,8 @@ class Ladder:
     def _resume_scrubs(self) -> None:
         for number, path in enumerate(self._cursors):
             try:
-                part = int(path.read_text())
+                with open_file(path, follow=False) as file:
+                    part = int(file.read(64))
             except (OSError, ValueError):  # none yet, or of no use: from the beginning
                 continue
             if 0 <= part < 1 << 32:

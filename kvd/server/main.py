@@ -12,19 +12,22 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from kvd import __version__
 from kvd.arena import plan
 from kvd.errors import ArenaError, ConfigError
 from kvd.server.adoption import check_arena_path, policy_of
+from kvd.server.collector import plan_export
 from kvd.server.config import Config, load_config, nearest_flag, resolved_toml
+from kvd.server.recording import check_record, no_record
 from kvd.server.server import Server, limits_of
 from kvd.server.settings import SETTINGS
 from kvd.server.sizes import format_size
 from kvd.server.tcp import read_clients, read_secret_key
 from kvd.server.tenancy import open_access, open_registry
-from kvd.server.tiers import plan_tiers
+from kvd.server.tiers import check_plans, plan_tiers
 from kvd.wire.paths import attach_path, check_socket_path
 
 __all__ = ["main"]
@@ -118,11 +121,17 @@ def _check(config: Config) -> None:
     plan(config.arena_size, config.slab_size)
     check_arena_path(config)
     open_access(config, open_registry(config))
-    plan_tiers(config)
+    check_plans(config, plan_tiers(config))
     policy_of(config)
+    plan_export(config)
     if config.tcp_endpoint is not None:
         read_secret_key(config.tcp_secret_key_file or "")
         read_clients(config.tcp_clients_file or "")
+    if config.trace_record is not None:
+        try:
+            check_record(Path(config.trace_record))
+        except OSError as error:
+            raise no_record(config.trace_record, error) from None
 
 
 def start_block(server: Server) -> str:
@@ -146,6 +155,7 @@ def start_block(server: Server) -> str:
         ("tiers", f"dram {format_size(arena.size)}"),
         *_tiers(server),
         ("eviction", policy_of(config)().name),
+        ("metrics", _metrics(config)),
         ("epoch", str(arena.epoch)),
     )
     lines = [f"kvd {__version__}, pid {os.getpid()}"]
@@ -164,6 +174,15 @@ def _tiers(server: Server) -> list[tuple[str, str]]:
         )
         for plan, report in zip(ladder.plans, ladder.reports, strict=True)
     ]
+
+
+def _metrics(config: Config) -> str:
+    told = []
+    if config.otlp_endpoint:
+        told.append(f"to {config.otlp_endpoint} every {config.telemetry_interval_s:g} s")
+    if config.prometheus is not None:
+        told.append(f"at http://{config.prometheus}/metrics")
+    return ", ".join(told) or "not exported"
 
 
 def _log_to_stderr(level: str) -> None:

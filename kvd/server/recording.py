@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from kvd.chunk import Kind
+from kvd.errors import ConfigError
 from kvd.wire import LookupFlag
 from kvd.wire import messages as m
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "check_record", "no_record"]
 
 log = logging.getLogger(__name__)
 
@@ -173,13 +174,28 @@ class Recorder:
         if self._file is not None:
             self._file.close()
             self._file = None
-        before = self._path.with_name(self._path.name + ".1")
-        _is_record(before)  # or it raises, and stays as it is
-        if _is_record(self._path):
+        before = _before(self._path)
+        if check_record(self._path):
             self._path.replace(before)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._file = open(os.open(self._path, flags, 0o600), "w", encoding="ascii")
         self._size = 0
+
+
+def no_record(path: str, error: OSError) -> ConfigError:
+    """What an operator is told."""
+    return ConfigError(f"trace.record: {path} can't be written: {error.strerror}")
+
+
+def _before(path: Path) -> Path:
+    return path.with_name(path.name + ".1")
+
+
+def check_record(path: Path) -> bool:
+    """Whether a record is there. FileExistsError if anything else is there, or in the place that
+    a record is moved to: that stays as it is. OSError."""
+    _is_record(_before(path))
+    return _is_record(path)
 
 
 def _is_record(path: Path) -> bool:

@@ -24,6 +24,7 @@ import msgpack
 
 from kvd.core.recollection import Part, Recollection, collect
 from kvd.server.counters import Counters
+from kvd.server.files import open_file
 from kvd.server.transfers import Job
 
 __all__ = ["Keeper", "read_memory", "write_memory"]
@@ -73,8 +74,7 @@ def read_memory(path: Path, instance: str) -> dict[str, Recollection]:
 
 
 def _read(path: Path, instance: str) -> dict[str, Recollection]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    with open(descriptor, "rb") as file:
+    with open_file(path, follow=False) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MOST_BYTES:
             raise ValueError(f"{size} bytes, at most {MOST_BYTES}")

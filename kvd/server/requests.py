@@ -29,9 +29,10 @@ class Answerable(Protocol):
 
 
 class Request:
-    """One request of a session. `deadline` is ns of our monotonic clock, 0 if there is none."""
+    """One request of a session. `deadline` is ns of our monotonic clock, 0 if there is none;
+    `arrived` is, too."""
 
-    __slots__ = ("_frame", "deadline", "id", "op", "respond", "route", "session")
+    __slots__ = ("_frame", "arrived", "deadline", "id", "op", "respond", "route", "session")
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class Request:
         frame: Frame,
         deadline: int,
         respond: Respond,
+        arrived: int = 0,
     ) -> None:
         self.session = session
         self.route = route
@@ -47,6 +49,7 @@ class Request:
         self.op = frame.op
         self._frame = frame
         self.deadline = deadline
+        self.arrived = arrived
         self.respond = respond
 
     @property

@@ -58,6 +58,7 @@ class Responder:
         self._epoch = epoch
         self._counters = counters
         self._lost = lost
+        self.ended: Callable[[Request, ErrorCode | None], object] | None = None  # for spans
         self._held: list[tuple[Route, list[bytes], Session | None]] | None = None
 
     # -- batches --------------------------------------------------------------------------------
@@ -84,9 +85,13 @@ class Responder:
         except KvdError as too_long:
             self.fail(request, too_long.code, str(too_long))
             return
+        if self.ended is not None:
+            self.ended(request, None)
         self._finish(request, REPLY, body, payload)
 
     def fail(self, request: Request, code: ErrorCode, message: str, retry_ns: int = 0) -> None:
+        if self.ended is not None:
+            self.ended(request, code)
         self._finish(request, ERROR, encode_error(code, message, retry_ns), ())
 
     def _finish(self, request: Request, flags: int, body: bytes, payload: Sequence[bytes]) -> None:

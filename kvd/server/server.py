@@ -29,19 +29,20 @@ from kvd.server.desk import Desk
 from kvd.server.dispatch import Dispatcher
 from kvd.server.endpoint import Endpoint
 from kvd.server.inline import Inline
-from kvd.server.ladder import WATCH_S, Ladder
+from kvd.server.ladder import RECOVER_AGAIN_S, WATCH_S, Ladder
 from kvd.server.limiter import Limiter
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
 from kvd.server.notify import Notifier
-from kvd.server.recording import Recorder
+from kvd.server.recording import Recorder, no_record
 from kvd.server.remembering import Keeper
 from kvd.server.respond import Responder, new_router
 from kvd.server.sessions import Sessions
 from kvd.server.sizes import format_size
 from kvd.server.tcp import TcpEndpoint, TcpKeys, read_clients, read_secret_key
+from kvd.server.telemetry import Telemetry
 from kvd.server.tenancy import Tenancy, open_access, open_registry
-from kvd.server.tiers import plan_directory, plan_tiers
+from kvd.server.tiers import check_plans, plan_directory, plan_tiers
 from kvd.server.transfers import Job, Transfers
 from kvd.wire import DEFAULT_LIMITS, Limits
 
@@ -89,15 +90,19 @@ class Server:
 
     def _startup(self) -> None:
         config, undo = self.config, self._undo
+        started_unix_ns = time.time_ns()
         _raise_descriptor_limit()
         registry = open_registry(config)
         access = open_access(config, registry)
         keys = _tcp_keys(config)
         plans = plan_tiers(config)
+        check_plans(config, plans)
         policy_of(config)
         self.endpoint = Endpoint(config.socket)
         self.endpoint.claim()
         undo.callback(self.endpoint.close)
+        self.telemetry = Telemetry(config)
+        undo.callback(self.telemetry.close)
 
         self.context = zmq.Context(io_threads=1)
         undo.callback(self.context.term)
@@ -119,7 +124,12 @@ class Server:
         self.counters = Counters()
         self.transfers = Transfers(config.workers, stuck_s=config.stuck_s)
         undo.callback(self.transfers.close, STOP_WORKERS_S)
-        self.ladder = Ladder(plans, self.arena.view, Path(config.arena_base))
+        self.ladder = Ladder(
+            plans,
+            self.arena.view,
+            Path(config.arena_base),
+            min(RECOVER_AGAIN_S, config.retry_s),
+        )
         undo.callback(self.ladder.close)
         self.ladder.start()
         self.directory = plan_directory(config, plans)
@@ -171,8 +181,10 @@ class Server:
             lockwatch=self.lockwatch,
             loop=self.loop,
             registry=opened.registry,
+            started_unix_ns=started_unix_ns,
             tenancy=self.tenancy,
             sessions=self.sessions,
+            telemetry=self.telemetry,
             transfers=self.transfers,
         )
         self.tenancy.host = self.desk
@@ -190,6 +202,7 @@ class Server:
             recorder,
         )
         self._listen(limits)
+        self.telemetry.start(self.loop, self.desk.figures, responder)
         self._timers()
         if not self._arena_is_whole:
             self._reserve_more()
@@ -217,9 +230,7 @@ class Server:
                 lambda what: self.counters.reason("requests_recorded", what),
             )
         except OSError as error:
-            raise ConfigError(
-                f"trace.record: {config.trace_record} can't be written: {error.strerror}"
-            ) from None
+            raise no_record(config.trace_record, error) from None
         self._undo.callback(recorder.close)
         return recorder
 
@@ -388,6 +399,7 @@ class Server:
             self.desk.end(session, "shutdown")
         self._keep_policies()
         self.arena.set_clean()
+        self.telemetry.close(last=True)
         self._undo.close()
         log.info("stopped; %d sessions were open", sessions)
 

@@ -17,6 +17,7 @@ import zmq
 from zmq.utils import z85
 
 from kvd.errors import ConfigError
+from kvd.server.files import open_file
 from kvd.server.respond import new_router
 from kvd.wire.limits import DEFAULT_LIMITS
 
@@ -121,7 +122,7 @@ def namespace_of_user(user: str) -> str:
 def read_secret_key(path: str) -> bytes:
     """The Z85 secret key in a file that only its owner reads. ConfigError."""
     try:
-        with open(path, "rb") as stream:
+        with open_file(path) as stream:
             mode = os.fstat(stream.fileno()).st_mode
             key = stream.read(256).strip()
     except OSError as error:
@@ -136,9 +137,11 @@ def read_clients(path: str) -> dict[bytes, str]:
     """Public key (raw) -> namespace, from lines `PUBLIC_KEY NAMESPACE`. ConfigError."""
     clients: dict[bytes, str] = {}
     try:
-        with open(path, encoding="utf-8") as stream:
-            lines = stream.read().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        with open_file(path) as stream:
+            lines = stream.read().decode().splitlines()
+    except OSError as error:
+        raise ConfigError(f"tcp.clients_file {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise ConfigError(f"tcp.clients_file {path}: {error}") from None
     for number, line in enumerate(lines, start=1):
         words = line.split(maxsplit=1)

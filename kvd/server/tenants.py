@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kvd.errors import BadKey, ConfigError, InternalError
+from kvd.server.files import open_file
 from kvd.server.tenantrules import Tenant, parse_tenant, raw_key, shown_tenant
 
 __all__ = ["Registry", "state_path", "token_digest"]
@@ -178,7 +179,7 @@ class Registry:
 
     def _load(self) -> None:
         try:
-            with open(self.path, "rb") as stream:
+            with open_file(self.path) as stream:
                 data = stream.read(MAX_BYTES + 1)
         except FileNotFoundError:
             return

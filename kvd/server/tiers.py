@@ -17,25 +17,32 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvd.core import TierConfig, WritePolicy
 from kvd.errors import ConfigError
 from kvd.server.config import Config
+from kvd.server.files import check_file
+from kvd.tiers.backend import Backend
 from kvd.tiers.base import Completions, Tier
+from kvd.tiers.breaker import BreakerConfig
 from kvd.tiers.pool import PoolConfig, PooledTier
 
 if TYPE_CHECKING:
     from kvd.server.directory import SharedDirectory
+    from kvd.tiers.redis import Directory
 
-__all__ = ["TierPlan", "plan_directory", "plan_tiers"]
+__all__ = ["TierPlan", "check_plans", "plan_directory", "plan_tiers"]
 
 log = logging.getLogger(__name__)
 
+_QUIET_NS = 50_000_000  # an engine that loads from a disk goes on loading
 NS = 1_000_000_000
 
 
 class TierPlan(NamedTuple):
-    """A tier as the core knows it, and how it is made. `make` raises ConfigError."""
+    """A tier as the core knows it, and how it is made. `make` raises ConfigError; `check` does so
+    for all that it can see without asking the medium or taking anything."""
 
     config: TierConfig
     make: Callable[[Completions], Tier]
     cursor: Path | None = None  # where its scrub notes how far it has got; None: beside the arena
+    check: Callable[[], None] = lambda: None
 
 
 def plan_tiers(config: Config) -> list[TierPlan]:
@@ -54,24 +61,11 @@ def plan_tiers(config: Config) -> list[TierPlan]:
 
 def plan_directory(config: Config, plans: list[TierPlan]) -> SharedDirectory | None:
     """The directory of the bucket, checked; None if none is configured. ConfigError."""
-    if not config.directory_url:
+    directory = _directory(config)
+    if directory is None:
         return None
-    _needs("redis", "directory.url", "redis")
     from kvd.server.directory import SharedDirectory
-    from kvd.tiers.redis import Directory, RedisConfig
 
-    directory = Directory(
-        RedisConfig(
-            config.directory_url,
-            _installation(config),
-            0,
-            config.directory_prefix,
-            config.directory_password_file,
-            config.directory_ttl_s,
-            timeout_s=config.directory_wait_s,
-            connections=2,
-        )
-    )
     try:
         if not directory.check():
             log.warning("directory: away for now: %s", directory.last_error)
@@ -83,12 +77,77 @@ def plan_directory(config: Config, plans: list[TierPlan]) -> SharedDirectory | N
     return SharedDirectory(directory, tier, where, config.directory_wait_s)
 
 
+def check_plans(config: Config, plans: list[TierPlan]) -> None:
+    """ConfigError for whatever of the tiers and their directory can be seen to be wrong without
+    asking anybody or taking anything."""
+    for plan in plans:
+        plan.check()
+    directory = _directory(config)
+    if directory is not None:
+        directory.close()
+
+
+def _directory(config: Config) -> Directory | None:
+    if not config.directory_url:
+        return None
+    _needs("redis", "directory.url", "redis")
+    _check_file("directory.password_file", config.directory_password_file)
+    from kvd.tiers.redis import Directory, RedisConfig
+
+    return Directory(
+        RedisConfig(
+            config.directory_url,
+            _installation(config),
+            0,
+            config.directory_prefix,
+            config.directory_password_file,
+            config.directory_ttl_s,
+            timeout_s=config.directory_wait_s,
+            connections=2,
+        ),
+        longest_pause_s=min(10.0, config.retry_s),
+    )
+
+
+def _check_file(setting: str, path: str | bool | None) -> None:
+    """ConfigError if that is a path of what can't be read: whoever opens it may wait for ever."""
+    if isinstance(path, str):
+        try:
+            check_file(path)
+        except OSError as error:
+            raise ConfigError(f"{setting} {path}: {error.strerror}") from None
+
+
+def _pooled(
+    config: Config,
+    known: TierConfig,
+    backend: Callable[[], Backend],
+    workers: int,
+    *,
+    cursor: Path | None = None,
+    quiet_ns: int = 0,
+) -> TierPlan:
+    name, pool = known.name, _pool(config, workers, quiet_ns)
+    return TierPlan(
+        known,
+        lambda done: PooledTier(name, backend(), done, pool),
+        cursor,
+        lambda: backend().check(),
+    )
+
+
 def _installation(config: Config) -> str:
     return config.installation or f"{socket.gethostname()}/{os.getuid()}/{config.instance}"
 
 
-def _pool(workers: int) -> PoolConfig:
-    return PoolConfig(workers=workers, writers=max(1, workers - 1), spares=workers)
+def _pool(config: Config, workers: int, quiet_ns: int = 0) -> PoolConfig:
+    return PoolConfig(
+        workers=workers,
+        writers=max(1, workers - 1),
+        spares=workers,
+        quiet_ns=quiet_ns,
+        breaker=BreakerConfig.up_to(int(config.retry_s * NS)),
+    )
 
 
 def _hbm(config: Config) -> TierPlan:
@@ -97,7 +156,6 @@ def _hbm(config: Config) -> TierPlan:
 
     workers = config.hbm_workers
     settings = HbmConfig(config.hbm_device, config.hbm_limit, reserve_bytes=config.hbm_reserve)
-    HbmBackend(settings)  # a limit that can't be used is refused before anything is taken
     known = TierConfig(
         "hbm",
         config.hbm_limit,
@@ -108,9 +166,7 @@ def _hbm(config: Config) -> TierPlan:
         writes=workers,
         scrub=config.hbm_scrub,
     )
-    return TierPlan(
-        known, lambda done: PooledTier("hbm", HbmBackend(settings), done, _pool(workers))
-    )
+    return _pooled(config, known, lambda: HbmBackend(settings), workers)
 
 
 def _nvme(config: Config, path: str) -> TierPlan:
@@ -137,10 +193,13 @@ def _nvme(config: Config, path: str) -> TierPlan:
         writes=2 * workers,
         scrub=config.nvme_scrub,
     )
-    return TierPlan(
+    return _pooled(
+        config,
         known,
-        lambda done: PooledTier("nvme", NvmeBackend(settings), done, _pool(workers)),
-        Path(path, "kvd-scrub"),
+        lambda: NvmeBackend(settings),
+        workers,
+        cursor=Path(path, "kvd-scrub"),
+        quiet_ns=_QUIET_NS,
     )
 
 
@@ -152,6 +211,7 @@ def _needs(module: str, setting: str, extra: str) -> None:
 
 def _redis(config: Config) -> TierPlan:
     _needs("redis", "tiers.redis.url", "redis")
+    _check_file("tiers.redis.password_file", config.redis_password_file)
     from kvd.tiers.redis import RedisBackend, RedisConfig
 
     workers = config.redis_workers
@@ -173,10 +233,7 @@ def _redis(config: Config) -> TierPlan:
         workers,
         config.redis_scrub,
     )
-    return TierPlan(
-        known,
-        lambda done: PooledTier("redis", RedisBackend(settings), done, _pool(workers)),
-    )
+    return _pooled(config, known, lambda: RedisBackend(settings), workers)
 
 
 def _remote(
@@ -200,6 +257,9 @@ def _remote(
 
 def _s3(config: Config) -> TierPlan:
     _needs("boto3", "tiers.s3.bucket", "s3")
+    _check_file("tiers.s3.credentials_file", config.s3_credentials_file)
+    if not os.path.isdir(str(config.s3_verify_tls)):
+        _check_file("tiers.s3.verify_tls", config.s3_verify_tls)
     from kvd.tiers.s3 import S3Backend, S3Config
 
     workers = config.s3_workers
@@ -225,7 +285,4 @@ def _s3(config: Config) -> TierPlan:
         workers,
         config.s3_scrub,
     )
-    return TierPlan(
-        known,
-        lambda done: PooledTier("s3", S3Backend(settings), done, _pool(workers)),
-    )
+    return _pooled(config, known, lambda: S3Backend(settings), workers)

@@ -87,6 +87,32 @@ _ALL = (
         ("core", "action", "request", "loop"),
     ),
     Metric(
+        "exports",
+        _C,
+        "exports",
+        "Exports of metrics, by result. failed: not taken; the next one has it all again. skipped: "
+        "it was due, and the one before was still under way.",
+        "result",
+        ("ok", "failed", "skipped"),
+    ),
+    Metric(
+        "spans",
+        _C,
+        "spans",
+        "Spans of sampled requests, by result. dropped: they came faster than they went.",
+        "result",
+        ("ok", "failed", "dropped"),
+    ),
+    Metric(
+        "scrapes",
+        _C,
+        "requests",
+        "Reads of /metrics, by result. failed: the loop did not answer in time; refused: too many "
+        "connections at a time.",
+        "result",
+        ("ok", "failed", "refused"),
+    ),
+    Metric(
         "transfers",
         _C,
         "jobs",

@@ -20,22 +20,17 @@ def capped(rows: Mapping[str, Any], order: Iterable[str], limit: int) -> dict[st
     as those of a tenant with that name."""
     own = [name for name in dict.fromkeys(order) if name in rows and name != OTHER][:limit]
     told = {name: rows[name] for name in own}
-    rest: Any = None
-    for name, row in rows.items():
-        if name not in told:
-            rest = row if rest is None else _sum(rest, row)
-    return told if rest is None else {**told, OTHER: rest}
+    rest = [row for name, row in rows.items() if name not in told]
+    return {**told, OTHER: _sum(rest)} if rest else told
 
 
-def _sum(one: Any, other: Any) -> Any:
+def _sum(rows: list[Any]) -> Any:
     """Numbers added up, maps by key; what can't be added is nothing."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return {
-            key: _sum(one[key], other[key])
-            if key in one and key in other
-            else one.get(key, other.get(key))
-            for key in {**one, **other}
-        }
-    if isinstance(one, int | float) and isinstance(other, int | float):
-        return one + other
+    if all(isinstance(row, Mapping) for row in rows):
+        keys = dict.fromkeys(key for row in rows for key in row)
+        return {key: _sum([row[key] for row in rows if key in row]) for key in keys}
+    if len(rows) == 1:
+        return rows[0]
+    if all(isinstance(row, int | float) for row in rows):
+        return sum(rows)
     return None

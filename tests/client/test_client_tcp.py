@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from fake_daemon import keys, make_spec
 from kvd.chunk import Outcome
 from kvd.client import Client, Curve
 from kvd.errors import Unavailable
+from kvd.tools.services import free_ports
 
 OK = Outcome.OK
 SIZE = 64 * 1024
@@ -36,9 +36,7 @@ def remote() -> Iterator[Remote]:
     (folder / "secret").write_bytes(server_secret + b"\n")
     (folder / "secret").chmod(0o600)
     (folder / "clients").write_bytes(public + b" team-a\n")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = f"tcp://127.0.0.1:{free_ports(1)[0]}"
     args = ["--tcp-endpoint", endpoint, "--tcp-secret-key-file", str(folder / "secret")]
     args += ["--tcp-clients-file", str(folder / "clients")]
     try:

@@ -12,6 +12,7 @@ from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.counters import Counters
 from kvd.core.events import LookupFlag
+from kvd.core.stats import shown
 from kvd.telemetry import METRICS, MetricKind
 
 ONE = spec()
@@ -206,6 +207,23 @@ def test_stat_has_every_declared_metric_and_no_other() -> None:
         if metric.values:
             assert set(counters[name]) == set(metric.values)
         assert metric.help and metric.unit
+
+
+def test_a_reading_is_of_its_moment_whatever_comes_after() -> None:
+    """K132: it can be worked out later, by another thread, and nothing in it moves meanwhile."""
+    world = World()
+    clients = [world.open(name) for name in ("a", "b")]
+    for client in clients:
+        client.register(ONE)
+        client.store(ONE, chain(client.number, 3))
+    reading, told = world.core.reading(), world.core.stat()
+    for client in [*clients, world.open("c")]:
+        client.register(ONE)
+        client.store(ONE, chain("later", 5))
+        client.lease(ONE, chain(client.number, 3))
+    del told["reuse"]
+    assert shown(reading) == told
+    assert shown(world.core.reading()) != told
 
 
 def test_what_is_not_declared_cannot_be_counted() -> None:

@@ -10,6 +10,7 @@ from world import KIB, LookupFlag, O, S, World, chain, content, refs_of, spec
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.config import TierConfig, WritePolicy
+from kvd.core.shares import Amount, TenantRules, TierShare
 
 ONE = spec("one", 28 * KIB)  # two slots a slab: 32 in DRAM
 LOAD = LookupFlag.LEASE | LookupFlag.LOAD
@@ -121,6 +122,28 @@ def test_a_slow_descent_keeps_no_store_waiting() -> None:
         world.do(job)
     world.settle()
     assert world.counter("descents", "written") == len(held)
+
+
+def test_descents_on_their_way_count_in_the_tenants_maximum() -> None:
+    """Two chunks may lie in the last tier. Several are to go there before the first arrives."""
+    most = TenantRules({"s3": TierShare(Amount(), 1.0, Amount(2 * 28 * KIB))})
+    tiers = (TierConfig("nvme", 200 * 28 * KIB), TierConfig("s3", 1 << 24, first_alone=False))
+    world = World(1024 * KIB, 64 * KIB, tiers=tiers, auto=False, tenants=(("mine", most),))
+    world._copies = lambda: [j for j in world.jobs if getattr(j, "tier", 0) == 0]  # type: ignore[method-assign]
+    client = world.open("mine")
+    client.register(ONE)
+    for n in range(70):
+        assert set(client.store(ONE, chain(n, 4))) == {O.OK}
+        while jobs := world._copies():
+            world.do(jobs[0])
+        world.settle()
+    held = [j for j in world.jobs if getattr(j, "tier", 0) == 1]
+    assert len(held) == 2
+    world.work()
+    world.settle()
+    assert world.stat()["tenants"]["mine"]["tiers"]["s3"]["used_bytes"] == 2 * 28 * KIB
+    assert world.core._store.shares.tiers[2].coming == [0, 0]
+    assert world.stat()["tenants"]["mine"]["counters"]["descents"]["over_quota"] > 0
 
 
 def test_a_descent_that_hangs_leaves_the_tier_aside_until_it_answers() -> None:

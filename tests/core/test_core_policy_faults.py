@@ -41,7 +41,13 @@ def test_every_policy_works_at_the_limit(policy: str) -> None:
 METHODS = ["insert", "touch", "victims", "coldness", "value", "forget", "defer"]
 
 
-def break_for_good(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, after: int) -> None:
+def break_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type,
+    method: str,
+    after: int,
+    fault: type[BaseException] = RuntimeError,
+) -> None:
     """A method works `after` times, and raises from then on."""
     right = getattr(kind, method)
     works = iter(range(after))
@@ -49,7 +55,7 @@ def break_for_good(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, aft
     def broken(*arguments: Any, **named: Any) -> Any:
         for _ in works:
             return right(*arguments, **named)
-        raise RuntimeError("a fault in the policy")
+        raise fault("a fault in the policy")
 
     monkeypatch.setattr(kind, method, broken)
 
@@ -79,6 +85,43 @@ def test_a_policy_that_raises_costs_its_turn_only(
         assert method == "defer"
         assert world.tier["eviction"] == {"policy": "crf", "turn": "crf", "error": ""}
         assert world.tier["state"] == "ok"
+
+
+class Stop(BaseException):
+    """As libraries have them, to pass all that catches an Exception."""
+
+
+@pytest.mark.parametrize("fault", [SystemExit, GeneratorExit, Stop])
+@pytest.mark.parametrize("method", ["insert", "touch", "victims", "coldness", "forget"])
+def test_a_policy_that_wants_to_exit_costs_its_turn_only(
+    method: str, fault: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K39: a policy of one's own that calls sys.exit() ends its turn, not the daemon."""
+    break_for_good(monkeypatch, POLICIES["crf"], method, 20, fault)
+    world = World(policy="crf")
+    fill(world, 4)
+    assert world.counter("policy_errors") == 1
+    assert world.tier["eviction"]["turn"] == "recency"
+    assert world.tier["eviction"]["error"].startswith(f"crf.{method}: {fault.__name__}: ")
+
+
+@pytest.mark.parametrize("method", ["snapshot", "memory", "ghosts"])
+def test_what_it_raises_when_it_is_to_tell_what_it_knows_keeps_no_daemon_from_ending(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(policy="crf")
+    fill(world, 2)
+    break_for_good(monkeypatch, POLICIES["crf"], method, 0, SystemExit)
+    list(world.core.remember())
+    assert world.tier["eviction"]["error"].startswith("crf.snapshot: SystemExit: ")
+
+
+def test_the_terminals_interrupt_is_no_fault_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(policy="crf")
+    break_for_good(monkeypatch, POLICIES["crf"], "insert", 0, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        fill(world, 1)
+    assert world.tier["eviction"]["error"] == ""
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from world import KIB, Client, LookupFlag, O, World, chain, content, refs_of, spec
 
+from kvd.chunk import namespace_digest
 from kvd.core import actions as ac
 from kvd.core import events as ev
+from kvd.core.config import TierConfig
 from kvd.core.shares import Amount, TenantRules, TierShare
 from kvd.errors import ErrorCode
 
@@ -196,3 +198,29 @@ def test_a_lookup_that_reserves_is_answered_although_the_tenant_is_busy() -> Non
     flags = LookupFlag.LEASE | LookupFlag.RESERVE_MISSES
     found = client.lookup(ONE, chain("a", 3), flags)
     assert found.leading == 1 and list(found.reserved.outcomes) == [O.OVER_QUOTA] * 2
+
+
+def test_who_loads_a_public_chunk_from_below_pays_its_bandwidth_and_public_its_room() -> None:
+    """In the core's queue and in the tier's alike."""
+    world = World(1024 * KIB, 64 * KIB, tiers=(TierConfig("nvme", 1 << 22),), auto=False)
+    writer, reader, admin = come(world, "public"), come(world, "reader"), world.open(admin=True)
+    mine = chain("mine", 1)
+    writer.store(ONE, SYSTEM)
+    reader.store(ONE, mine)
+    world.ask(ev.TierCommand(admin.number, 0, "nvme", "drain"))
+    world.work()
+    admin.evict(ev.Selector(tier="dram", everything=True))
+    for number, keys in enumerate((SYSTEM[:1], mine), 1000):
+        event = reader.lookup_event(ONE, keys, LookupFlag.LEASE | LookupFlag.LOAD | PUBLIC)
+        world.handle(event._replace(request=number))
+    public, own = (job for job in world.jobs if isinstance(job, ac.TierRead))
+    assert public.namespace == namespace_digest("public")
+    assert public.tenant == namespace_digest("reader")
+    assert own.tenant in (b"", own.namespace)
+    world.work()
+    tenants = world.stat()["tenants"]
+    size = 8 * KIB
+    assert [tenants[name]["tiers"]["dram"]["used_bytes"] for name in ("public", "reader")] == [
+        size,
+        size,
+    ]

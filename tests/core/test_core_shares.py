@@ -491,6 +491,17 @@ class SharesMachine(RuleBasedStateMachine):
                 below[self.digests[header.namespace_digest]] += header.length
             assert below == {name: used(self.world, name, "nvme") for name in NAMES}
             assert below["b"] <= 256 * KIB
+            assert self.both() == {t: n for t, n in self.world.core._store.both.items() if n}
+
+    def both(self) -> dict[int, int]:
+        """Chunks by tenant that lie here and below, counted one by one."""
+        store = self.world.core._store
+        rows = [row for row in range(store.chunks.used) if store.chunks.space[row]]
+        found: dict[int, int] = {}
+        for row in rows:
+            if store.chunks.below[row] and store.chunks.ready[row]:
+                found[store.tenant(row)] = found.get(store.tenant(row), 0) + 1
+        return found
 
 
 SharesMachine.TestCase.settings = settings(

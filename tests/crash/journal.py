@@ -32,7 +32,7 @@ def fingerprints(hashes: list[bytes]) -> list[bytes]:
 class Journal:
     """From several threads. `acknowledged`: chains whose commit was answered OK, in this order;
     `tried`: chains that may be there; `never`: chains that must not; `gone`: chains that somebody
-    may have evicted."""
+    may have evicted; `held`: chains under a lease that was answered and not given back."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a")
@@ -41,6 +41,7 @@ class Journal:
         self.tried: set[str] = set()
         self.never: set[str] = set()
         self.gone: set[str] = set()
+        self.held: set[str] = set()
 
     def write(self, what: str, name: str) -> None:
         with self._lock:
@@ -52,15 +53,21 @@ class Journal:
                 self.acknowledged.append(name)
             elif what == "never":
                 self.never.add(name)
+            elif what == "held":
+                self.held.add(name)
+            elif what == "let go":
+                self.held.discard(name)
             elif name:
                 self.gone.add(name)
-            else:
-                self.gone.update(self.acknowledged)
+            else:  # all of a tier: also what was stored and is not acknowledged here yet
+                self.gone.update(self.tried)
 
-    def last(self, prefix: str, count: int) -> list[str]:
-        """The latest that were acknowledged and that nobody may have evicted."""
-        kept = [n for n in self.acknowledged if n.startswith(prefix) and n not in self.gone]
-        return kept[-count:]
+    def take_held(self) -> list[str]:
+        """What must be there after a kill: nothing may make room for something else while it is
+        leased. For the next life it is let go."""
+        with self._lock:
+            held, self.held = self.held - self.gone, set()
+            return sorted(held)
 
     def state(self) -> dict[str, Any]:
         return {

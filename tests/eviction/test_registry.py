@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 
 import pytest
 
@@ -52,6 +53,21 @@ def test_a_dotted_path_is_ones_own() -> None:
 def test_what_is_wrong_is_named(spec: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         factory(spec, importlib.import_module)
+
+
+def test_a_module_or_class_that_exits_is_refused_like_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A start that is refused says why; it does not just end."""
+
+    def program(name: str) -> object:
+        sys.exit(3)
+
+    with pytest.raises(ConfigError, match=r"exits when imported \(3\)"):
+        factory("some.program.Policy", program)
+    monkeypatch.setattr(Crf, "__init__", lambda self: sys.exit(4))
+    with pytest.raises(ConfigError, match=r"exits when it is made \(4\)"):
+        factory("crf")
 
 
 def test_without_a_loader_there_are_no_dotted_paths() -> None:

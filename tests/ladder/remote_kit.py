@@ -121,8 +121,9 @@ def keys(access: str = ACCESS, secret: str = SECRET) -> dict[str, str]:
 
 
 def daemon(*args: str, start: bool = True, **more: Any) -> DaemonProcess:
+    """With short pauses: a tier that was away is tried again within a second."""
     more = {"arena_size": "16MiB", "env": keys(), **more}
-    return DaemonProcess(args=args, start=start, **more)
+    return DaemonProcess(args=["--tiers-retry-s", "1", *args], start=start, **more)
 
 
 def refused(*args: str, env: dict[str, str] | None = None) -> str:

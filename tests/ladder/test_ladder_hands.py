@@ -20,6 +20,7 @@ from kvd.server.tiers import TierPlan
 from kvd.server.transfers import Transfers
 from kvd.tiers.memory import MemoryBackend
 from kvd.tiers.pool import PooledTier
+from kvd.tiers.waiting import tenant_of
 
 SIZE = 8192
 NEVER = (1 << 63) - 1
@@ -134,3 +135,11 @@ def test_each_tiers_scrub_goes_on_in_the_next_life(hands: Hands, tmp_path: Path)
         assert told == [ev.TierScrubbedTo(0, 17), ev.TierScrubbedTo(1, 4000)]
     finally:
         again.close()
+
+
+def test_who_asked_pays_in_the_tiers_queue_too(hands: Hands) -> None:
+    known = header(b"abcdefgh")
+    name = (known.kind, known.namespace_digest, known.spec, known.chunk, 0)
+    read = ac.TierRead(1, 0, *name, 0, 0, 0, SIZE, NEVER)
+    assert tenant_of(hands.ladder._job(read)) == known.namespace_digest
+    assert tenant_of(hands.ladder._job(read._replace(tenant=b"a" * 32))) == b"a" * 32

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,14 +22,9 @@ from server_raw import NS, Answer, RawClient, key, prints, spec
 from kvd.chunk import Outcome
 from kvd.errors import ConfigError, DeadlineExceeded, UnknownSession
 from kvd.server.tcp import read_clients, read_secret_key
+from kvd.tools.services import free_ports
 from kvd.wire import FrameFlag, decode_frame, encode_frame
 from kvd.wire import messages as m
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_keys_are_made_and_used_as_the_operations_page_says(tmp_path: Path) -> None:
@@ -42,7 +36,7 @@ def test_keys_are_made_and_used_as_the_operations_page_says(tmp_path: Path) -> N
     assert line
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     subprocess.run(["/bin/sh", "-ec", make], cwd=tmp_path, env=env, check=True, timeout=30)
-    port = str(free_port())
+    port = str(free_ports(1)[0])
     words = [
         str(tmp_path / word) if (tmp_path / word).exists() else word.replace("7711", port)
         for word in flags.split()
@@ -123,7 +117,7 @@ def keys() -> Iterator[Keys]:
 
 @pytest.fixture(scope="module")
 def endpoint() -> str:
-    return f"tcp://127.0.0.1:{free_port()}"
+    return f"tcp://127.0.0.1:{free_ports(1)[0]}"
 
 
 @pytest.fixture(scope="module")

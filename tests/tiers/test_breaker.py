@@ -81,3 +81,10 @@ def test_late_news_from_before_it_opened_change_nothing() -> None:
     it.failure(1)
     it.trip(2)
     assert it.state is BreakerState.OPEN and it.until == 100 and it.opened == 1
+
+
+def test_a_longest_pause_bounds_the_first_one_too() -> None:
+    short = BreakerConfig.up_to(40)
+    assert (short.pause_ns, short.max_pause_ns) == (40, 40)
+    usual = BreakerConfig()
+    assert BreakerConfig.up_to(usual.max_pause_ns) == usual

@@ -14,6 +14,7 @@ from tiers_kit import Chunk, chunks
 from kvd.chunk import HEADER_BYTES
 from kvd.errors import ConfigError
 from kvd.tiers.base import Answer, State
+from kvd.tiers.nvme.directory import Directory
 from kvd.tiers.nvme.layout import PAGE, Geometry, OtherVersion, slab_bytes
 from kvd.tiers.nvme.slab import table_of
 
@@ -219,6 +220,20 @@ def test_a_reserve_of_the_file_system_is_left_free(tmp_path: Path) -> None:
     assert done.answer is Answer.NO_SPACE and "reserve" in done.detail
     assert it.tier.room(10_000) == 0 and it.tier.state is State.READY
     assert slabs(tmp_path) == []
+    it.close()
+
+
+@pytest.mark.parametrize("reserve", [0, 5000])
+def test_a_file_system_without_room_is_told_in_true_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reserve: int
+) -> None:
+    it = rig(tmp_path, reserve_bytes=reserve)
+    monkeypatch.setattr(Directory, "free_bytes", lambda self: MIB // 2)
+    done = it.one(Chunk(1).write())
+    assert done.answer is Answer.NO_SPACE
+    assert f"needs {MIB} bytes, the file system has {MIB // 2}" in done.detail
+    assert ("the reserve of 5000 stays free" in done.detail) == bool(reserve)
+    assert "reserve of 0" not in done.detail
     it.close()
 
 

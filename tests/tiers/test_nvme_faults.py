@@ -43,6 +43,22 @@ def _patch(path: Path, at: int, data: bytes) -> None:
 # -- somebody changes bytes ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("offset", [90, 241, 505])
+def test_a_record_that_rots_while_it_is_taken_up_is_not_told(tmp_path: Path, offset: int) -> None:
+    """Its table is read twice: for the slots, then for who is in them."""
+    one = rig(tmp_path)
+    chunk, other = Chunk(1), Chunk(2)
+    place = one.one(chunk.write()).place
+    one.one(other.write())
+    one.close()
+    again = rig(tmp_path)
+    table = table_of(slabs(tmp_path)[0])
+    at = _slot(slabs(tmp_path)[0], place)[0] + offset
+    _patch(table, at, bytes([table.read_bytes()[at] ^ 4]))
+    assert list(again.recovered()) == [other.key]
+    again.close()
+
+
 @pytest.mark.parametrize("where", ["payload", "record", "check", "digest"])
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_flipped_byte_is_a_counted_miss_and_a_new_store_heals(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from kvd.errors import ConfigError
 from kvd.tiers.base import Answer, Key, Reason, State
 from kvd.tiers.s3 import S3Backend, S3Config
 from kvd.tiers.s3.objects import Body, name_of, owner_of
+from kvd.tools.services import free_ports
 
 MIB = 1 << 20
 GOLDEN = "kvd/c1/33/4b4f4fe9691221d279c3044668a1911090a25dbcbab8779e98c1ea093d3363"
@@ -326,9 +326,7 @@ def test_no_credentials_at_all_is_a_quick_and_clear_refusal(
 
 def test_an_endpoint_that_is_away_is_degraded_within_bounds_and_heals(aws_keys: None) -> None:
     """K65: nobody listens, then somebody does."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+    (port,) = free_ports(1)
     began = time.monotonic()
     start = S3Config("bkt", "one", 8 * MIB, endpoint=f"http://127.0.0.1:{port}", addressing="path")
     it = Rig(S3Backend(start), "s3", CONFIG).start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from typing import Any
 
 import pytest
@@ -139,3 +140,24 @@ def test_reasons_come_with_the_most_frequent_first() -> None:
     assert reasons({"a": 1, "b": 2000, "c": 0}) == "2,000 b, 1 a"
     assert reasons(7) == ""
     assert total({"a": 1, "b": 2}) == 3
+
+
+def test_an_operator_reads_whether_metrics_are_exported_and_how_that_goes() -> None:
+    assert "not exported" in shown(stat(telemetry={"state": "off"}))
+    counts = {"exports": {"ok": 7, "failed": 2, "skipped": 0}}
+    well = {
+        "state": "ok",
+        "endpoint": "http://c:4317",
+        "failing_since_unix_ns": 0,
+        "last_error": "x",
+    }
+    text = " ".join(shown(stat(telemetry=well, counters=counts)).split())
+    assert "exported to http://c:4317: ok; exports: 7 ok, 2 failed" in text
+    since = time.time_ns() - 125_000_000_000
+    ill = {**well, "state": "failing", "failing_since_unix_ns": since, "last_error": "UNAVAILABLE"}
+    text = " ".join(shown(stat(telemetry=ill, counters=counts)).split())
+    assert "failing for 2m 5s; UNAVAILABLE" in text
+    read = {"state": "off", "prometheus": "[::1]:9464"}
+    counts = {"scrapes": {"ok": 3, "failed": 0, "refused": 1}}
+    text = " ".join(shown(stat(telemetry=read, counters=counts)).split())
+    assert "at http://[::1]:9464/metrics; read: 3 ok, 1 refused" in text

@@ -331,8 +331,7 @@ class NvmeBackend(Backend):
                 raise Refused(
                     Answer.NO_SPACE,
                     Reason.SPACE,
-                    f"a slab of {size} bytes would leave {max(0, left)} bytes of the file system, "
-                    f"less than the reserve of {self._config.reserve_bytes}",
+                    _no_room(size, left + size, self._config.reserve_bytes),
                 )
             geometry = Geometry.of(number, slot_bytes, size, self._directory.id)
             slab = self._create(geometry)
@@ -634,3 +633,9 @@ def _refusal(error: OSError) -> Refused:
         return Refused(Answer.NO_SPACE, Reason.SPACE, what)
     reason = _REASONS.get(error.errno or 0, Reason.OTHER)
     return failed(reason, what, permanent=reason is Reason.READ_ONLY)
+
+
+def _no_room(size: int, free: int, reserve: int) -> str:
+    """Why there is no slab of this size, all in bytes."""
+    kept = f", and the reserve of {reserve} stays free" if reserve else ""
+    return f"a slab needs {size} bytes, the file system has {max(0, free)}{kept}"

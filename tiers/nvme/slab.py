@@ -217,8 +217,11 @@ class Slab:
         """What is live, in batches: first slot, slots from there, records (IDENTITY_DTYPE)."""
         for at, batch in self._batches():
             taken = self.generations[at : at + len(batch)]
-            # The record must still be the one that was scanned.
-            here = np.flatnonzero((taken != 0) & (batch["generation"] == taken))
+            # The record must still be the one that was scanned, and hold: it was read again.
+            same = (taken != 0) & (batch["generation"] == taken)
+            if not same.any():
+                continue
+            here = np.flatnonzero(same & verify_table(batch))
             if here.size:
                 rows = batch.view(np.uint8).reshape(len(batch), HEADER_BYTES)
                 kept = np.ascontiguousarray(rows[here, : IDENTITY_DTYPE.itemsize])

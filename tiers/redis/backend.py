@@ -70,6 +70,9 @@ class RedisBackend(Backend):
 
     # -- opening --------------------------------------------------------------------------------
 
+    def check(self) -> None:
+        connect(self._config).close()
+
     def open(self) -> ProbeReport:
         if self._client is None:
             self._client = connect(self._config)

@@ -26,7 +26,7 @@ from kvd.chunk import HEADER_BYTES, ChunkHeader
 from kvd.errors import ConfigError
 from kvd.tiers.backend import Refused
 from kvd.tiers.base import Answer, Key
-from kvd.tiers.breaker import Breaker, BreakerConfig, BreakerState
+from kvd.tiers.breaker import SECOND, Breaker, BreakerConfig, BreakerState
 from kvd.tiers.redis.config import RedisConfig, ask, connect, shown
 
 T = TypeVar("T")
@@ -63,7 +63,12 @@ class Directory:
     """From any thread. `ttl_s` of the configuration is how long an entry lives unless it is told
     again; 0 takes an hour. Counters only grow."""
 
-    def __init__(self, config: RedisConfig, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self,
+        config: RedisConfig,
+        clock: Callable[[], int] = time.monotonic_ns,
+        longest_pause_s: float = 10.0,
+    ) -> None:
         self._config = config
         self._ttl_ms = int((config.ttl_s or 3600.0) * 1000)
         self._owner = hashlib.sha256(b"kvd-installation-1" + config.installation.encode()).digest()[
@@ -73,7 +78,9 @@ class Directory:
         self._client = connect(config)
         self._clock = clock
         self._lock = threading.Lock()
-        self._breaker = Breaker(BreakerConfig(failures=1, max_pause_ns=10_000_000_000))
+        self._breaker = Breaker(
+            BreakerConfig.up_to(int(longest_pause_s * SECOND))._replace(failures=1)
+        )
         self.counters = {
             "told": 0, "untold": 0, "hits": 0, "misses": 0, "healed": 0, "forgotten": 0,
             "unavailable": 0, "bad": 0,

@@ -96,6 +96,9 @@ class S3Backend(Backend):
 
     # -- opening --------------------------------------------------------------------------------
 
+    def check(self) -> None:
+        make_client(self._config, anonymous=True).close()
+
     def open(self) -> ProbeReport:
         self._calls.closed.clear()
         if self._client is None:

@@ -71,9 +71,10 @@ def _loader() -> Any:
     return create_loader()
 
 
-def make_client(config: S3Config) -> Any:
-    """A client that is safe to share between threads. ConfigError when boto3 is not installed, or
-    profile or files are not there."""
+def make_client(config: S3Config, *, anonymous: bool = False) -> Any:
+    """A client that is safe to share between threads; `anonymous`: no credentials are looked for,
+    which may ask somebody. ConfigError when boto3 is not installed, or profile or files are not
+    there."""
     try:
         import botocore.session
         from botocore.config import Config
@@ -95,6 +96,8 @@ def make_client(config: S3Config) -> Any:
             region_name=config.region or session.get_config_variable("region") or "us-east-1",
             endpoint_url=config.endpoint,
             verify=config.verify_tls,
+            aws_access_key_id="none" if anonymous else None,
+            aws_secret_access_key="none" if anonymous else None,
             config=Config(
                 connect_timeout=config.connect_timeout_s,
                 read_timeout=config.read_timeout_s,

@@ -12,11 +12,8 @@ import importlib
 import multiprocessing
 import os
 import shutil
-import statistics
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -25,23 +22,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvd.chunk import NO_PARENT, Kind, KVSpec, ShardSpec, payload_digest
-from kvd.client import Client, Selector
 from kvd.tools.bench.daemon import BenchError, Daemon
+from kvd.tools.bench.flood import run_flood
 from kvd.tools.bench.requests import Request, read, shipped
-from kvd.wire import LookupFlag
-from kvd.wire import messages as m
+from kvd.tools.bench.tenants import CHUNK, NEIGHBOUR, VICTIM, Pair, Tenant
 
-CHUNK = 4096
 SHARE = 0.10  # of the victim's unique blocks, as in the measurements of caches on this trace
 WINDOW_MS = 120_000
 REQUESTS = 1800  # ten minutes
+QUICK_REQUESTS = 120
 RATE = 4  # blocks of the scan for each of the victim's
 BATCH = 64
 FEW_HITS = 20  # a window with fewer is no measure
-VICTIM, NEIGHBOUR = "victim", "neighbour"
-LOADED = 64  # chunks that are loaded from NVMe
-LOAD_CHUNK = 1 << 20
 
 
 class _Job(NamedTuple):
@@ -68,12 +60,13 @@ def run_isolation(
 ) -> dict[str, Any]:
     """All scenarios."""
     pyplot = None if plot is None else _pyplot()
-    limit = 300 if quick else REQUESTS
-    requests = shipped(limit) if trace is None else read(trace, 300 if quick else None)
+    limit = QUICK_REQUESTS if quick else REQUESTS
+    requests = shipped(limit) if trace is None else read(trace, QUICK_REQUESTS if quick else None)
     unique = len({block for request in requests for block in request.blocks})
     share = max(512, int(unique * SHARE) // 64 * 64)
     with _folder(directory) as folder:
-        ratio = _load_ratio(folder, quick=quick)
+        _note("loads from nvme beside a flood")
+        flood = run_flood(folder, quick=quick)
         bench = _Bench(folder, requests, share)
         _note(f"{len(requests)} requests, a share of {share} chunks")
         jobs = [
@@ -100,13 +93,14 @@ def run_isolation(
                     "control_index": _ratio(control.total, alone.total),
                     "control_worst_window": bench.worst(control, alone),
                     "control_below_min_evictions": control.below_min,
-                    "p99_load_ratio": ratio if name == "scan4x" else None,
+                    "p99_load_ratio": flood["p99_ratio"] if name == "scan4x" else None,
                 }
             )
         if pyplot is not None and plot is not None:
             _plot(pyplot, plot, curves)
         return {
             "scenarios": scenarios,
+            "flood": flood,
             "work_conserving": _ratio(lent.total, whole.total),
             "requests": len(requests),
             "share_chunks": share,
@@ -132,52 +126,6 @@ def _folder(directory: str | None) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-# -- two tenants of one daemon --------------------------------------------------------------------
-
-
-class _Tenant:
-    """One tenant's client, and how it asks: look up, then store what is missing."""
-
-    def __init__(self, daemon: Daemon, token: bytes, salt: int, nbytes: int = CHUNK) -> None:
-        self.client = Client(daemon.socket, token=token, timeout_s=60, name=f"tenant-{salt}")
-        shard = ShardSpec(0, 0, 0, 0, 0, 1, 0, 1, nbytes)
-        spec = KVSpec("bench", "", "w", "b", "bf16", "", "raw", 16, 1, 1, 1, (), (), (shard,))
-        self.spec = spec
-        self.handle = self.client.register(spec)
-        self.payload = np.random.default_rng(salt).integers(0, 256, nbytes, np.uint8).tobytes()
-        self.digest = payload_digest(self.payload)
-        self._salt = np.uint64(salt * 0x9E3779B97F4A7C15 % 2**64)
-
-    def hashes(self, blocks: Any) -> bytes:
-        words = np.empty((len(blocks), 4), np.uint64)
-        words[:] = np.asarray(blocks, np.uint64)[:, None]
-        words[:, 1:] *= np.uint64(0xBF58476D1CE4E5B9)
-        words ^= self._salt
-        words[:, 3] = self._salt
-        return words.tobytes()
-
-    def ask(self, blocks: Any, parent: bytes = NO_PARENT, index0: int = 0) -> int:
-        """One prompt: the longest run that is there; the rest is stored. Blocks that were hit."""
-        hashes = self.hashes(blocks)
-        prints = np.frombuffer(hashes, np.uint64).reshape(-1, 4)[:, :2].tobytes()
-        flags = int(LookupFlag.LEASE | LookupFlag.RESERVE_MISSES)
-        message = m.Lookup(
-            self.spec.digest, int(Kind.PREFIX), (0,), hashes, prints, flags, 30_000_000_000,
-            parent, index0, 30_000_000_000,
-        )  # fmt: skip
-        client = self.client
-        with client.lookup_of(client.submit_at(message, client.deadline_ns(60))) as found:
-            made = found.reservation
-            if made is not None and made.granted:
-                for index in made.granted:
-                    made.view(index)[:] = self.payload
-                made.commit([self.digest] * len(made.granted))
-        return int(found.leading)
-
-    def close(self) -> None:
-        self.client.close()
-
-
 class _Bench:
     """Replays over daemons that are started for each."""
 
@@ -185,20 +133,7 @@ class _Bench:
         self.folder = folder
         self.requests = requests
         self.share = share
-        self.tokens = {name: os.urandom(24).hex().encode() for name in (VICTIM, NEIGHBOUR)}
-        for name, token in self.tokens.items():
-            path = folder / f"{name}.token"
-            path.write_bytes(token)
-            path.chmod(0o600)
-
-    def config(self, name: str, *, isolation: bool = True, tier: str = "dram") -> str:
-        text = f"[tenancy]\nisolation = {str(isolation).lower()}\n"
-        for tenant in self.tokens:
-            text += f'[tenants.{tenant}]\ntoken_file = "{self.folder / tenant}.token"\n'
-            text += f'[tenants.{tenant}.{tier}]\nmin = "50%"\n'
-        path = self.folder / f"{name}.toml"
-        path.write_text(text)
-        return str(path)
+        self.pair = Pair(folder)
 
     def run(self, job: _Job) -> Run:
         """The whole trace over a daemon with so many slots."""
@@ -210,9 +145,11 @@ class _Bench:
         flags = (
             "--arena-size", str(size), "--arena-slab-size", str(slab), "--eviction-policy", "lru",
         )  # fmt: skip
-        with Daemon(None, "--config", self.config(name, isolation=isolation), *flags) as daemon:
-            victim = _Tenant(daemon, self.tokens[VICTIM], 1)
-            other = _Tenant(daemon, self.tokens[NEIGHBOUR], 2)
+        with Daemon(
+            None, "--config", self.pair.config(name, isolation=isolation), *flags
+        ) as daemon:
+            victim = Tenant(daemon.socket, self.pair.tokens[VICTIM], 1)
+            other = Tenant(daemon.socket, self.pair.tokens[NEIGHBOUR], 2)
             try:
                 between = _NEIGHBOURS[neighbour or "idle"](other, self)
                 hits = []
@@ -249,11 +186,11 @@ class _Bench:
 Between = Callable[[int, int], None]
 
 
-def _idle(tenant: _Tenant, bench: _Bench) -> Between:
+def _idle(tenant: Tenant, bench: _Bench) -> Between:
     return lambda n, blocks: None
 
 
-def _scan(tenant: _Tenant, bench: _Bench, begin: float = 0.0, end: float = 1.0) -> Between:
+def _scan(tenant: Tenant, bench: _Bench, begin: float = 0.0, end: float = 1.0) -> Between:
     """Blocks that nobody asks for again, four for each of the victim's."""
     due = made = 0
 
@@ -268,11 +205,11 @@ def _scan(tenant: _Tenant, bench: _Bench, begin: float = 0.0, end: float = 1.0) 
     return between
 
 
-def _burst(tenant: _Tenant, bench: _Bench) -> Between:
+def _burst(tenant: Tenant, bench: _Bench) -> Between:
     return _scan(tenant, bench, 1 / 3, 2 / 3)
 
 
-def _loop(tenant: _Tenant, bench: _Bench) -> Between:
+def _loop(tenant: Tenant, bench: _Bench) -> Between:
     """A cycle over three times its share: LRU's worst case."""
     whole = 3 * bench.share // BATCH
     due = made = 0
@@ -288,7 +225,7 @@ def _loop(tenant: _Tenant, bench: _Bench) -> Between:
     return between
 
 
-def _waker(tenant: _Tenant, bench: _Bench) -> Between:
+def _waker(tenant: Tenant, bench: _Bench) -> Between:
     """Idle for half of the time; then a tenant with reuse of its own, which wants its share."""
     half = len(bench.requests) // 2
 
@@ -300,108 +237,13 @@ def _waker(tenant: _Tenant, bench: _Bench) -> Between:
 
 
 _SCENARIOS = ("scan4x", "burst", "loop", "waker")
-_NEIGHBOURS: dict[str, Callable[[_Tenant, _Bench], Between]] = {
+_NEIGHBOURS: dict[str, Callable[[Tenant, _Bench], Between]] = {
     "idle": _idle,
     "scan4x": _scan,
     "burst": _burst,
     "loop": _loop,
     "waker": _waker,
 }
-
-
-# -- the tier below -------------------------------------------------------------------------------
-
-
-def _load_ratio(folder: Path, *, quick: bool) -> float:
-    """p99 of the victim's loads of one chunk from NVMe while the neighbour floods that tier, over
-    p99 without it; in turns."""
-    _note("loads from nvme beside a flood")
-    folder = folder / "below"
-    folder.mkdir()
-    bench = _Bench(folder, [], 0)
-    rounds, loads = (1, 50) if quick else (3, 200)
-    flags = (
-        "--nvme-path", str(folder / "nvme"), "--nvme-limit", "512MiB", "--nvme-reserve", "0",
-        "--arena-size", "256MiB",
-    )  # fmt: skip
-    with Daemon(None, "--config", bench.config("nvme", tier="nvme"), *flags) as daemon:
-        victim = _Tenant(daemon, bench.tokens[VICTIM], 1, LOAD_CHUNK)
-        try:
-            _below(daemon, victim, bench.tokens[VICTIM])
-            quiet: list[float] = []
-            loud: list[float] = []
-            _loads(victim, loads // 4)  # the first ones are not like the others
-            for _ in range(rounds):
-                quiet.append(_loads(victim, loads))
-                with _flood(daemon, bench.tokens[NEIGHBOUR]):
-                    loud.append(_loads(victim, loads))
-        finally:
-            victim.close()
-    return round(statistics.median(loud) / statistics.median(quiet), 3)
-
-
-def _below(daemon: Daemon, tenant: _Tenant, token: bytes) -> None:
-    """The tenant's chunks lie in the tier, and nowhere else."""
-    tenant.ask(np.arange(LOADED))
-    with Client(daemon.socket, timeout_s=60, map_memory=False) as admin:
-        end = time.monotonic() + 60
-        admin.tier("nvme", "drain")
-        while admin.stat()["counters"]["moving"]:
-            if time.monotonic() > end:
-                raise BenchError("the tier did not take what it was to hold")
-            time.sleep(0.02)
-        admin.evict(Selector(tier="dram", everything=True))
-
-
-def _loads(tenant: _Tenant, count: int) -> float:
-    """p99 of loads of one chunk each, at a pace that leaves the tier idle in between, in s."""
-    took = []
-    hashes = tenant.hashes(np.arange(LOADED))
-    for n in range(count):
-        at = 32 * (n % LOADED)
-        begun = time.perf_counter()
-        with tenant.client.lookup(
-            tenant.handle, [hashes[at : at + 32]], load=True, every=True
-        ) as f:
-            transfer = f.transfer
-            if transfer is None:
-                raise BenchError("nothing came back from nvme")
-            for _index in transfer:
-                pass
-            took.append(time.perf_counter() - begun)
-        tenant.client.evict(Selector(tier="dram", keys=(hashes[at : at + 32],)))
-        time.sleep(0.002)
-    return float(np.percentile(took, 99))
-
-
-@contextmanager
-def _flood(daemon: Daemon, token: bytes) -> Iterator[None]:
-    """The neighbour writes and reads in that tier as much as it can."""
-    stop = threading.Event()
-    errors: list[Exception] = []
-
-    def flood() -> None:
-        other = _Tenant(daemon, token, 2, LOAD_CHUNK)
-        n = 0
-        try:
-            while not stop.is_set():
-                other.ask(np.arange(n, n + 16))
-                n += 16
-        except Exception as error:  # noqa: BLE001 - told by whoever waits for the thread
-            errors.append(error)
-        finally:
-            other.close()
-
-    thread = threading.Thread(target=flood)
-    thread.start()
-    try:
-        time.sleep(0.5)
-        yield
-    finally:
-        stop.set()
-        thread.join()
-    if errors:
-        raise BenchError(f"the neighbour ended: {errors[0]}")
 
 
 def _pyplot() -> Any:

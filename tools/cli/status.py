@@ -7,6 +7,7 @@ the table, never of JSON.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -250,6 +251,7 @@ def _facts(output: Output, book: Book) -> Table:
         ("hints", _hints(book)),
         ("ladder", _ladder(book)),
         ("directory", _directory(book.stat.get("directory"))),
+        ("metrics", _metrics(book)),
         ("leases", _leases(book)),
         ("writes", _writes(book)),
         ("sessions", _sessions(book)),
@@ -475,6 +477,32 @@ def _directory(directory: Mapping[str, Any] | None) -> Text | None:
         "".join(f"; {clean(name)} {format_count(n)}" for name, n in counts.items()),
         (f"; {clean(error)}" if error and state != "ok" else "", "yellow"),
     )
+
+
+def _metrics(book: Book) -> Text | None:
+    """Whether they are exported, and how that goes."""
+    counts, scraped = book.reasons("exports"), book.reasons("scrapes")
+    spans = book.reasons("spans")
+    told = book.stat.get("telemetry")
+    if not isinstance(told, Mapping):
+        return None
+    state, since = told.get("state"), told.get("failing_since_unix_ns", 0)
+    address = told.get("prometheus", "")
+    reads = _join(
+        f"at http://{clean(address)}/metrics" if address else "", _said("read", scraped)
+    )
+    if state == "off":
+        return reads if reads.plain else Text("not exported", style="dim")
+    text = _join(
+        f"exported to {clean(told.get('endpoint', '?'))}: {clean(state)}"
+        + (f" for {format_duration(max(0.0, time.time() - since / 1e9))}" if since else ""),
+        clean(told.get("last_error", "")) if since else "",
+        _said("exports", counts),
+        _said("spans", spans),
+        reads.plain,
+    )
+    text.stylize("yellow" if since else "")
+    return text
 
 
 def _loop(loop: Mapping[str, Any]) -> Text | None:

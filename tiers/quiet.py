@@ -1,0 +1,54 @@
+"""Quiet: how much of what nobody waits for a medium is given while loads come.
+
+The law of this module: for a while after a load began, one job that is behind loads runs at a
+time, for the next load comes soon and its bytes share the medium with whatever is under way. After
+a job of a tenant other than the one that loads, the medium rests for as long as the job took: half
+of the time is the loads' own. Without loads nothing is held back, and nothing for ever.
+
+Pure: times are ns of any one clock. Not thread-safe: the pool's lock is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvd.tiers.base import Job
+from kvd.tiers.waiting import Line, line_of, tenant_of
+
+__all__ = ["Quiet"]
+
+_LOOK_NS = 1_000_000  # a rest that is over in this moment is looked at again
+
+
+class Quiet:
+    """`lasts_ns`: after a load; 0: never, for a medium whose requests don't slow each other.
+    `most`: jobs behind loads that run at a time otherwise."""
+
+    def __init__(self, lasts_ns: int, most: int) -> None:
+        self._lasts = lasts_ns
+        self._most = most
+        self._until = 0
+        self._loader = b""  # whose load was the last
+        self._rest_until = 0
+
+    def most(self, now: int) -> int:
+        """Jobs behind loads that may run at a time now."""
+        if now >= self._until:
+            return self._most
+        return 1 if now >= self._rest_until else 0
+
+    def begun(self, jobs: Sequence[Job], now: int) -> None:
+        """Jobs of one line were handed to a worker."""
+        if self._lasts and jobs and line_of(jobs[0]) is Line.LOAD:
+            self._until = now + self._lasts
+            self._loader = tenant_of(jobs[0])
+
+    def ended(self, jobs: Sequence[Job], since: int, now: int) -> None:
+        """Jobs that are behind loads are through."""
+        if now < self._until and any(tenant_of(job) != self._loader for job in jobs):
+            self._rest_until = now + min(now - since, self._lasts)
+
+    def left_ns(self, now: int) -> int | None:
+        """When to look again for who waits while none of these jobs runs: their end will tell of
+        itself, that of a rest does not. None: nothing will change by itself."""
+        return max(self._rest_until - now, _LOOK_NS) if self._lasts else None

@@ -1,0 +1,237 @@
+"""Loads from NVMe while a neighbour floods that tier, and what of the difference is whose.
+
+The law of this module: the victim and the neighbour are processes of their own, and loads alone and
+beside the neighbour alternate in one daemon; their times are put together, not averaged. Two
+controls say what part of the ratio the tier can do nothing about: the same stores at the same pace,
+of which nothing goes down (what two processes and the daemon take of the machine), and bare reads
+with O_DIRECT beside bare writes (what the disk does).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from mmap import mmap
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from queue import Empty
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvd.client import Client, Selector
+from kvd.tools.bench.daemon import BenchError, Daemon
+from kvd.tools.bench.tenants import NEIGHBOUR, VICTIM, Pair, Tenant
+
+LOADED = 64  # chunks that are loaded
+CHUNK = 1 << 20
+BATCH = 16  # chunks of one store of the flood
+PAUSE_S = 0.002  # between two loads: the tier is idle in between
+START_S = 1.0  # until the flood has filled what it can
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+class _Times(NamedTuple):
+    """Seconds of each load."""
+
+    alone: list[float]
+    beside: list[float]
+    pace: float  # of the neighbour's stores: chunks a second
+
+    def ratio(self, percentile: float) -> float:
+        alone, beside = (np.percentile(times, percentile) for times in self[:2])
+        return round(float(beside / alone), 3)
+
+
+def run_flood(folder: Path, *, quick: bool = False) -> dict[str, Any]:
+    """Ratios of loads beside the flood over those alone, and of both controls."""
+    rounds, loads = (1, 50) if quick else (4, 250)
+    flood = _daemon(folder / "flood", rounds, loads)
+    same = _daemon(folder / "pace", rounds, loads, "--nvme-write", "on-second-hit", pace=flood.pace)
+    return {
+        "chunk_bytes": CHUNK,
+        "stores_per_s": round(flood.pace),
+        "alone_p50_ms": _ms(flood.alone, 50),
+        "alone_p99_ms": _ms(flood.alone, 99),
+        "beside_p50_ms": _ms(flood.beside, 50),
+        "beside_p99_ms": _ms(flood.beside, 99),
+        "p50_ratio": flood.ratio(50),
+        "p99_ratio": flood.ratio(99),
+        "same_pace_p50_ratio": same.ratio(50),
+        "same_pace_p99_ratio": same.ratio(99),
+        **_bare(folder, rounds * loads),
+    }
+
+
+def _ms(times: list[float], percentile: float) -> float:
+    return round(1000 * float(np.percentile(times, percentile)), 2)
+
+
+# -- through a daemon -----------------------------------------------------------------------------
+
+
+def _daemon(folder: Path, rounds: int, loads: int, *flags: str, pace: float = 0.0) -> _Times:
+    """Loads of a daemon of its own. `pace`: the most chunks a second that the neighbour stores."""
+    folder.mkdir()
+    pair = Pair(folder)
+    common = (
+        "--nvme-path", str(folder / "nvme"), "--nvme-limit", "512MiB", "--nvme-reserve", "0",
+        "--arena-size", "256MiB",
+    )  # fmt: skip
+    times = _Times([], [], 0.0)
+    paces: list[float] = []
+    with Daemon(None, "--config", pair.config("nvme", tier="nvme"), *common, *flags) as daemon:
+        victim = Tenant(daemon.socket, pair.tokens[VICTIM], 1, CHUNK)
+        try:
+            _below(daemon, victim)
+            _loads(victim, loads // 4)  # the first ones are not like the others
+            for _ in range(rounds):
+                times.alone.extend(_loads(victim, loads))
+                with _neighbour(daemon.socket, pair.tokens[NEIGHBOUR], pace, paces):
+                    times.beside.extend(_loads(victim, loads))
+        finally:
+            victim.close()
+    return times._replace(pace=sum(paces) / len(paces))
+
+
+def _below(daemon: Daemon, tenant: Tenant) -> None:
+    """The tenant's chunks lie in the tier, and nowhere else."""
+    tenant.ask(np.arange(LOADED))
+    with Client(daemon.socket, timeout_s=60, map_memory=False) as admin:
+        end = time.monotonic() + 60
+        admin.tier("nvme", "drain")
+        while admin.stat()["counters"]["moving"]:
+            if time.monotonic() > end:
+                raise BenchError("the tier did not take what it was to hold")
+            time.sleep(0.02)
+        admin.evict(Selector(tier="dram", everything=True))
+
+
+def _loads(tenant: Tenant, count: int) -> list[float]:
+    """Seconds of loads of one chunk each, from the question to the last byte's arrival."""
+    took = []
+    hashes = tenant.hashes(np.arange(LOADED))
+    for n in range(count):
+        at = 32 * (n % LOADED)
+        begun = time.perf_counter()
+        with tenant.client.lookup(
+            tenant.handle, [hashes[at : at + 32]], load=True, every=True
+        ) as f:
+            transfer = f.transfer
+            if transfer is None:
+                raise BenchError("nothing came back from nvme")
+            for _index in transfer:
+                pass
+            took.append(time.perf_counter() - begun)
+        tenant.client.evict(Selector(tier="dram", keys=(hashes[at : at + 32],)))
+        time.sleep(PAUSE_S)
+    return took
+
+
+@contextmanager
+def _neighbour(socket: str, token: bytes, pace: float, paces: list[float]) -> Iterator[None]:
+    """It stores as much as it can, or at a pace; adds what it reached to `paces`."""
+    stop, told = _SPAWN.Event(), _SPAWN.Queue()
+    process = _SPAWN.Process(target=_store, args=(socket, token, pace, stop, told), daemon=True)
+    process.start()
+    try:
+        if told.get(timeout=60) != "begun":
+            raise BenchError("the neighbour did not begin")
+        time.sleep(START_S)
+        yield
+        stop.set()
+        said = told.get(timeout=60)
+        if not isinstance(said, float):
+            raise BenchError(f"the neighbour ended: {said}")
+        paces.append(said)
+    except Empty:
+        raise BenchError("the neighbour does not answer") from None
+    finally:
+        stop.set()
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+
+
+def _store(socket: str, token: bytes, pace: float, stop: Event, told: Any) -> None:
+    """The neighbour's process. Tells "begun", then its pace, or what went wrong."""
+    try:
+        tenant = Tenant(socket, token, 2, CHUNK)
+        first = made = time.time_ns() >> 10 << 8  # chunks that nobody stored before
+        told.put("begun")
+        begun = time.monotonic()
+        while not stop.is_set():
+            tenant.ask(np.arange(made, made + BATCH))
+            made += BATCH
+            early = (made - first) / pace - (time.monotonic() - begun) if pace else 0.0
+            if early > 0:
+                time.sleep(early)
+        told.put((made - first) / (time.monotonic() - begun))
+        tenant.close()
+    except Exception as error:  # noqa: BLE001 - told by whoever waits for the process
+        told.put(f"{type(error).__name__}: {error}")
+
+
+# -- the disk alone -------------------------------------------------------------------------------
+
+
+def _bare(folder: Path, reads: int) -> dict[str, float]:
+    """Bare reads beside one writer of the same size, over those alone; both with O_DIRECT."""
+    with tempfile.TemporaryDirectory(dir=folder) as directory:
+        source, target = Path(directory, "read"), Path(directory, "written")
+        for path in (source, target):
+            _fill(path)
+        alone = _reads(source, reads)
+        stop = _SPAWN.Event()
+        writer = _SPAWN.Process(target=_write, args=(target, stop), daemon=True)
+        writer.start()
+        try:
+            time.sleep(START_S)
+            beside = _reads(source, reads)
+        finally:
+            stop.set()
+            writer.join(10)
+    times = _Times(alone, beside, 0.0)
+    return {"bare_p50_ratio": times.ratio(50), "bare_p99_ratio": times.ratio(99)}
+
+
+def _fill(path: Path) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    try:
+        memory = mmap(-1, CHUNK)
+        memory.write(os.urandom(CHUNK))
+        for n in range(LOADED):
+            os.pwritev(fd, [memory], n * CHUNK)
+    finally:
+        os.close(fd)
+
+
+def _reads(path: Path, count: int) -> list[float]:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    took = []
+    try:
+        memory = mmap(-1, CHUNK)
+        for n in range(count):
+            begun = time.perf_counter()
+            os.preadv(fd, [memory], n % LOADED * CHUNK)
+            took.append(time.perf_counter() - begun)
+            time.sleep(PAUSE_S)
+    finally:
+        os.close(fd)
+    return took
+
+
+def _write(path: Path, stop: Event) -> None:
+    """The writer's process."""
+    fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+    memory = mmap(-1, CHUNK)
+    memory.write(os.urandom(CHUNK))
+    n = 0
+    while not stop.is_set():
+        os.pwritev(fd, [memory], n % LOADED * CHUNK)
+        n += 1
+    os.close(fd)
