@@ -98,7 +98,7 @@ def test_a_policy_that_wants_to_exit_costs_its_turn_only(
 ) -> None:
     """K39: a policy of one's own that calls sys.exit() ends its turn, not the daemon."""
     break_for_good(monkeypatch, POLICIES["crf"], method, 20, fault)
-    world = World(policy="crf")
+    world = World(policy="crf", isolate=method != "coldness")
     fill(world, 4)
     assert world.counter("policy_errors") == 1
     assert world.tier["eviction"]["turn"] == "recency"
