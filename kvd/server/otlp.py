@@ -129,40 +129,49 @@ def requests(
 ) -> Iterator[service.ExportMetricsServiceRequest]:
     """The metrics in requests of at most so many points; each is made when it is asked for."""
     request, metrics, room = _empty(resource)
+    added = 0  # since others could run
     for metric, points in series:
         at = 0
         while at < len(points):
             if not room:
                 yield request
                 request, metrics, room = _empty(resource)
-            part = points[at : at + room]
-            _add(metrics.add(), metric, part, begun_unix_ns, now_unix_ns)
+            part = points[at : at + min(room, YIELD)]
+            if added + len(part) > YIELD:
+                pause()
+                added = 0
+            if not at or room == POINTS:
+                told = _metric(metrics.add(), metric)
+            _add(told, metric, part, begun_unix_ns, now_unix_ns)
+            added += len(part)
             at += len(part)
             room -= len(part)
     if room < POINTS:
         yield request
 
 
-def _add(
-    told: Metric, metric: Exported, points: Sequence[Point], begun_unix_ns: int, now_unix_ns: int
-) -> None:
+def _metric(told: Metric, metric: Exported) -> Any:
+    """Its points go into what is returned."""
     told.name, told.unit, told.description = metric.otlp_name, metric.unit, metric.help
-    if metric.kind is MetricKind.COUNTER:
-        told.sum.is_monotonic = True
-        told.sum.aggregation_temporality = AGGREGATION_TEMPORALITY_CUMULATIVE
-        data, start = told.sum.data_points, begun_unix_ns
-    else:
-        data, start = told.gauge.data_points, 0
-    for number, point in enumerate(points):
-        row = data.add(start_time_unix_nano=start, time_unix_nano=now_unix_ns)
+    if metric.kind is MetricKind.GAUGE:
+        return told.gauge.data_points
+    told.sum.is_monotonic = True
+    told.sum.aggregation_temporality = AGGREGATION_TEMPORALITY_CUMULATIVE
+    return told.sum.data_points
+
+
+def _add(
+    told: Any, metric: Exported, points: Sequence[Point], begun_unix_ns: int, now_unix_ns: int
+) -> None:
+    start = begun_unix_ns if metric.kind is MetricKind.COUNTER else 0
+    for point in points:
+        row = told.add(start_time_unix_nano=start, time_unix_nano=now_unix_ns)
         if isinstance(point.value, int):
             row.as_int = point.value
         else:
             row.as_double = point.value
         for name, value in zip(metric.labels, point.labels, strict=True):
             row.attributes.add(key=name).value.string_value = value
-        if number % YIELD == 0:
-            pause()
 
 
 def _empty(resource: Mapping[str, str]) -> tuple[service.ExportMetricsServiceRequest, Any, int]:

@@ -165,6 +165,17 @@ def death(as_json: bool, quick: bool, gib: float | None) -> None:
     _run(as_json, lambda: run_death(quick=quick, gib=gib), _death_tables)
 
 
+@bench.command()
+@_json
+@_quick
+@click.option("--seconds", type=click.FloatRange(min=0.5), help="Of lookups (default: 60).")
+def telemetry(as_json: bool, quick: bool, seconds: float | None) -> None:
+    """Lookups, memory and a stop with a collector that is mute, or away, beside none."""
+    from kvd.tools.bench.telemetry import run_telemetry
+
+    _run(as_json, lambda: run_telemetry(quick=quick, seconds=seconds), _telemetry_tables)
+
+
 def run(argv: Sequence[str]) -> int:
     """Run kvd-bench with these arguments: 0 done, 1 failed, 2 usage, 130 or 143 told to end."""
     # told to end by whatever signal, it still ends its daemon and removes the arena
@@ -350,6 +361,25 @@ def _death_tables(result: dict[str, Any]) -> list[Table]:
             f"{row['free_s']:.2f}",
             f"{row['worst_s']:.2f}",
             f"{row['aim_s']:.2f}",
+        )
+    return [table]
+
+
+def _telemetry_tables(result: dict[str, Any]) -> list[Table]:
+    table = _table(
+        f"an export every {result['interval_s']:g} s", "collector", ">lookups", ">p50 us",
+        ">p99 us", ">ratio", ">RSS +MiB", ">failed", ">stop s",
+    )  # fmt: skip
+    for row in result["cases"]:
+        table.add_row(
+            row["collector"],
+            str(row["lookups"]),
+            f"{row['p50_us']:.0f}",
+            f"{row['p99_us']:.0f}",
+            f"{row['p99_ratio']:.2f}",
+            f"{row['rss_growth_mib']:.1f}",
+            str(row["exports"]["failed"]),
+            f"{row['stop_s']:.2f}",
         )
     return [table]
 
