@@ -31,7 +31,7 @@ def run_telemetry(*, quick: bool = False, seconds: float | None = None) -> dict[
     """`p99_ratio` is to the daemon that exports nothing; times in µs, `stop_s` from SIGTERM."""
     if importlib.util.find_spec("grpc") is None:
         raise BenchError("exports need packages that are not installed: pip install 'kvd[otel]'")
-    length = seconds if seconds is not None else 1.5 if quick else 60.0
+    length = seconds if seconds is not None else 1.0 if quick else 60.0
     with ExitStack() as stack:
         mute = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=64))
         gone = stack.enter_context(socket.socket())
