@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from mmap import mmap
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ from kvd.tools.bench.s3 import run_s3
 
 MIB = 1 << 20
 DEPTH = 4  # reads or writes at a time
-ROUNDS = 3
+ROUNDS = 5
+FIRSTS = 15
 
 
 def run_tiers(directory: str | None, *, quick: bool = False) -> dict[str, Any]:
@@ -170,7 +171,9 @@ def _nvme(folder: Path, size: int, count: int) -> dict[str, Any]:
     plain = _Plain(folder / "plain", rig, direct=rig.report.engine != "buffered")
     times: dict[str, list[float]] = {"lw": [], "w": [], "lr": [], "r": []}
     try:
-        plain.write()
+        plain.write()  # what has never been written to is slower, for both
+        rig.write()
+        rig.clear()
         for _ in range(ROUNDS):
             times["lw"].append(plain.write())
             times["w"].append(rig.write())
@@ -208,9 +211,9 @@ def _first_chunk(folder: Path, *, quick: bool) -> float:
     size, count = 4 * MIB, 16 if quick else 64
     path = folder / "first"
     flags = ("--nvme-path", str(path), "--nvme-limit", str(3 * size * count), "--nvme-reserve", "0")
-    bare = _bare_reads(folder / "bare", size, count)
-    ratios = []
-    with Daemon(None, "--arena-size", str(2 * size * count), *flags) as daemon:
+    bare, firsts, singles = _Bare(folder / "bare", size, count), [], []
+    arena = ("--arena-size", str(2 * size * count))
+    with closing(bare), Daemon(None, *arena, *flags) as daemon:
         with Client(daemon.socket, timeout_s=30) as client:
             handle = client.register(_spec(size))
             hashes = _keys(count)
@@ -218,39 +221,51 @@ def _first_chunk(folder: Path, *, quick: bool) -> float:
             client.store_chunks(handle, hashes, None, [data] * count, timeout_s=60)
             client.tier("nvme", "drain")
             _until(lambda: client.stat()["tiers"][1]["chunks"] == count)
-            for _ in range(2 * ROUNDS):
+            for n in range(FIRSTS):
                 client.evict(Selector(tier="dram", everything=True))
+                singles.append(bare.read(7 * n % count))
                 begun = time.perf_counter()
                 with client.lookup(handle, hashes, load=True) as found:
                     if found.transfer is None:
                         raise BenchError("nothing came back from nvme")
                     next(iter(found.transfer))
-                    ratios.append((time.perf_counter() - begun) / bare)
+                    firsts.append(time.perf_counter() - begun)
                     for _index in found.transfer:
                         pass
-    return statistics.median(ratios)
+    return statistics.median(firsts) / statistics.median(singles)
 
 
-def _bare_reads(path: Path, size: int, count: int) -> float:
-    """Seconds of one read at a time."""
-    memory = mmap(-1, size)
-    flags = os.O_RDWR | os.O_CREAT
-    try:
-        fd = os.open(path, flags | os.O_DIRECT, 0o600)
-    except OSError:
-        fd = os.open(path, flags, 0o600)
-    try:
-        for n in range(count):
-            os.pwrite(fd, memory, n * size)
-        took = []
-        for n in range(count):
+class _Bare:
+    """Single reads of one chunk, into memory like the arena's: shared, from tmpfs."""
+
+    def __init__(self, path: Path, size: int, count: int) -> None:
+        self._size = size
+        shared = os.memfd_create("kvd-bench")
+        os.ftruncate(shared, size * count)
+        self._memory = mmap(shared, size * count)
+        os.close(shared)
+        flags = os.O_RDWR | os.O_CREAT
+        try:
+            self._fd = os.open(path, flags | os.O_DIRECT, 0o600)
+        except OSError:
+            self._fd = os.open(path, flags, 0o600)
+        rng = np.random.default_rng(4)
+        with memoryview(self._memory) as view:
+            for at in range(0, size * count, size):
+                view[at : at + size] = rng.integers(0, 256, size, np.uint8).tobytes()
+                os.pwrite(self._fd, view[at : at + size], at)
+
+    def read(self, n: int) -> float:
+        """Seconds."""
+        at = n * self._size
+        with memoryview(self._memory) as view, view[at : at + self._size] as into:
             begun = time.perf_counter()
-            os.preadv(fd, [memory], n * size)
-            took.append(time.perf_counter() - begun)
-        return statistics.median(took)
-    finally:
-        os.close(fd)
-        path.unlink()
+            os.preadv(self._fd, [into], at)
+            return time.perf_counter() - begun
+
+    def close(self) -> None:
+        os.close(self._fd)
+        self._memory.close()
 
 
 def _until(true: Any, seconds: float = 120.0) -> None:
