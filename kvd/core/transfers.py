@@ -102,8 +102,7 @@ class Transfers:
         below = np.zeros(0, np.int64)
         if store.layered:
             below = np.flatnonzero(state == col.ABSENT)
-            source = store.ladder.source
-            below = below[[source(int(cell)) is not None for cell in which[below]]]
+            below = below[store.ladder.sources(which[below]) >= 0]
             outcomes[below] = Outcome.FAILED
         refs = self.refs(which[ok])
         self._count(lease, where, outcomes.reshape(len(where), -1))
