@@ -99,7 +99,7 @@ class Core:
         self._writes = Writes(self._store)
         self._reserves = Reserves(self._store, self._writes, self._evictions)
         self._leases = Leases(self._store)
-        self._transfers = Transfers(self._store, self._fetches)
+        self._transfers = Transfers(self._store, self._jobs, self._fetches)
         self._leases.ended = self._transfers.lease_ended
         self._leases.kept = self._fetches.keep
         self._leases.second = self._demotions.hit
@@ -274,8 +274,8 @@ class Core:
 
     def unknown(self, event: ev.Lookup, tier: int) -> Unknown | None:
         """Which keys of a lookup nobody here knows anything of, so that somebody else can be asked
-        whether they lie in a tier before the lookup is carried out. Changes nothing. None if
-        there are none, if the tier can't be read now, or if the lookup will be refused."""
+        whether they lie in a tier before the lookup is carried out. Changes nothing. None if the
+        tier can't be read now, or if the lookup will be refused."""
         if not self._store.ladder.lowers[tier].readable:
             return None
         try:
@@ -286,7 +286,7 @@ class Core:
             return None
         hashes = self._leases.unknown(space, event.hashes)
         run = space.chained and not event.flags & _EVERY
-        return Unknown(space.namespace_digest, shards, hashes, run) if hashes else None
+        return Unknown(space.namespace_digest, shards, hashes, run)
 
     @property
     def moving(self) -> int:
@@ -390,7 +390,7 @@ class Core:
         left = store.apply_touches(TOUCH_SLICE)
         if left > 0:
             store.sweep(64)
-            if not self._jobs.step():
+            if not self._jobs.step() and self._reuses.waiting:
                 self._reuses.apply()
 
     def _drain(self, event: ev.Drain) -> None:

@@ -2,8 +2,9 @@
 
 The law of this module: it is a hint. A lookup waits for it at most `wait_s`, and only for keys that
 are not known here; what it names is taken up like a record that was found in the bucket, so a read
-verifies it. What a read does not find there is unsaid. One thread talks to Redis; the loop never
-waits for it, and while it is away nothing is asked.
+verifies it. What a read does not find there is unsaid, and what is used here stays said: a chunk
+that DRAM answers is not read from the bucket, and would be forgotten by the others. One thread
+talks to Redis; the loop never waits for it, and while it is away nothing is asked.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ NEWS = 4096  # entries to be told that are kept while Redis is slow; older ones 
 NEWS_BATCH = 128
 PROBE_S = 0.2  # between looks at a Redis that is away; its breaker says when it is really asked
 CLOSE_S = 2.0
+USES = 8  # how often in an entry's life its use is told at most
+USED = 16_384  # prompts whose use is known to be told; beyond, it may be told more often
+USES_WAITING = 256  # prompts whose use is still to be told; older ones have to come again
+_LEASE = int(ev.LookupFlag.LEASE)
 
 
 class _News(NamedTuple):
@@ -48,6 +53,25 @@ class _News(NamedTuple):
     key: t.Key
     entry: Entry | None
     heal: bool = False
+
+
+class _Use(NamedTuple):
+    """What a lookup leased, or tried to."""
+
+    event: ev.Lookup
+    unknown: Unknown
+
+    def keys(self) -> list[t.Key]:
+        """Those that something is known of here."""
+        event, unknown = self.event, self.unknown
+        missing = set(unknown.hashes)
+        hashes = (event.hashes[at : at + 32] for at in range(0, len(event.hashes), 32))
+        known = (chunk for chunk in hashes if chunk not in missing)
+        return [
+            t.Key(event.kind, unknown.namespace_digest, event.spec, chunk, shard)
+            for chunk in known
+            for shard in unknown.shards
+        ]
 
 
 class _Question:
@@ -95,6 +119,9 @@ class SharedDirectory:
         self._lock = threading.Condition()
         self._questions: deque[_Question] = deque()
         self._to_tell: deque[_News] = deque(maxlen=NEWS)
+        self._to_touch: deque[_Use] = deque(maxlen=USES_WAITING)
+        self._used: set[tuple[bytes, bytes, int]] = set()  # this while
+        self._used_until = 0  # ns
         self._answered: deque[_Question] = deque()
         self._closing = False
         self._waiting: dict[int, _Question] = {}  # of the loop's thread
@@ -111,6 +138,10 @@ class SharedDirectory:
         unknown = self.core.unknown(event, self._tier)
         if unknown is None:
             return False
+        if event.flags & _LEASE:
+            self._use(_Use(event, unknown))
+        if not unknown.hashes:
+            return False
         question = _Question(event, unknown, time.monotonic_ns() + self._wait_ns)
         self.counters["asked"] += 1
         self._waiting[id(question)] = question
@@ -118,6 +149,21 @@ class SharedDirectory:
             self._questions.append(question)
             self._lock.notify()
         return True
+
+    def _use(self, use: _Use) -> None:
+        """Have it told that these are in use, unless it was a little while ago."""
+        now = time.monotonic_ns()
+        if now >= self._used_until or len(self._used) >= USED:
+            self._used.clear()
+            self._used_until = now + self._directory.ttl_ns // USES
+        event = use.event
+        name = event.spec, event.hashes[-32:], len(event.hashes)
+        if name in self._used:
+            return
+        self._used.add(name)
+        with self._lock:
+            self._to_touch.append(use)
+            self._lock.notify()
 
     def hear(self) -> None:
         """Take answers. Called when `news` is readable."""
@@ -203,7 +249,8 @@ class SharedDirectory:
         while True:
             available = self._directory.available
             with self._lock:
-                if not (self._questions or self._closing or (available and self._to_tell)):
+                waits = self._to_tell or self._to_touch
+                if not (self._questions or self._closing or (available and waits)):
                     self._lock.wait(None if available else PROBE_S)
                 if self._closing and not (available and self._to_tell):
                     return
@@ -211,11 +258,15 @@ class SharedDirectory:
                 self._questions.clear()
                 batch = min(NEWS_BATCH, len(self._to_tell)) if available and not asked else 0
                 news = [self._to_tell.popleft() for _ in range(batch)]
+                touch = available and not asked and not news and bool(self._to_touch)
+                used = [self._to_touch.popleft()] if touch else []
             try:
                 if not available:
                     self._directory.ping()
                 self._answer(asked)
                 self._tell(news)
+                for use in used:
+                    self._directory.touch(use.keys())
             except Exception:  # the boundary of a thread: whoever waits goes on without it
                 log.exception("the directory went wrong")
             if news and not self._directory.available:

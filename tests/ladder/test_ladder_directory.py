@@ -178,6 +178,26 @@ def test_what_was_deleted_is_unsaid_and_a_stale_word_is_one_miss(two: Pair, both
         assert load(a, a.register(spec()), chain("stale", 6)) == [OK] * 6
 
 
+def test_what_one_uses_from_its_memory_stays_known_to_the_other(two: Pair, both: Shared) -> None:
+    """It is never read from the bucket, so nothing else tells of it."""
+    redis = both.client()
+    with Client(two.a.socket) as a, Client(two.b.socket) as b:
+        handle = put(a, both, "hot", 6)
+        names = list(redis.scan_iter(f"{both.prefix}:d1:*"))
+        for name in names:  # as if most of a day had passed
+            redis.pexpire(name, 100_000)
+        assert load(a, handle, chain("hot", 4)) == [OK] * 4
+        assert tier(a, "s3")["bytes_read"] == 0
+        until(lambda: directory(a)["touched"] == 4)
+        ends = sorted(redis.pttl(name) for name in names)
+        assert ends[1] <= 100_000 and ends[2] > 80_000_000, "what was not asked for is forgotten"
+        assert load(a, handle, chain("hot", 4)) == [OK] * 4
+        assert a.lookup(handle, chain("hot", 6), lease=False).leading == 6
+        assert b.lookup(b.register(spec()), chain("hot", 6), lease=False).leading == 6
+        assert directory(a)["touched"] == 4, "once in a while is enough, and a look is no use"
+    redis.close()
+
+
 def test_redis_away_or_flushed_is_misses_and_no_more(seaweed: Seaweed, own: Redis) -> None:
     both = shared(seaweed, own, directory_wait_s=0.5)
     with pair(both) as two:

@@ -210,16 +210,30 @@ def test_what_one_daemon_told_another_finds(config: RedisConfig) -> None:
     b.close()
 
 
-def test_entries_end_unless_they_are_told_again(config: RedisConfig) -> None:
+def test_entries_end_unless_they_are_told_again_or_used(config: RedisConfig) -> None:
     """A daemon that was killed is forgotten."""
-    it = Directory(config._replace(ttl_s=0.3))
-    one, two = chunks(2)
-    it.tell([entry(one), entry(two)])
-    time.sleep(0.2)
+    import redis
+
+    client = redis.Redis.from_url(config.url)
+    it = Directory(config._replace(ttl_s=1000))
+    one, two, three, nobody = chunks(4)
+    it.tell([entry(chunk) for chunk in (one, two, three)])
+    names = [it._name(chunk.key) for chunk in (one, two, three)]
+    assert all(900_000 < client.pttl(name) <= 1_000_000 for name in names)
+    for name in names:  # as if the time had passed
+        client.pexpire(name, 500_000)
     it.tell([entry(two)])
-    time.sleep(0.2)
+    it.touch([three.key, nobody.key])
+    left = [client.pttl(name) > 900_000 for name in names]
+    assert left == [False, True, True] and it.counters["touched"] == 1
+    assert it.find([nobody.key]) == [None], "what nobody told stays unknown"
+    client.pexpire(names[0], 1)
+    end = time.monotonic() + 10
+    while client.exists(names[0]):
+        assert time.monotonic() < end
     assert [e is not None for e in it.find([one.key, two.key])] == [False, True]
     it.close()
+    client.close()
 
 
 def test_nonsense_in_the_directory_is_no_hit(config: RedisConfig) -> None:

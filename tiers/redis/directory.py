@@ -7,7 +7,8 @@ depends on Redis: away, full or flushed, every answer is "not known", and within
     <prefix>:d1:<sha256 of the key>   hash: field <owner id hex> -> packed Entry; expires
 
 An entry lives for `ttl_s` after it was told last: at a store, and whenever anybody has read the
-chunk and seen that it holds. What nobody wants is forgotten here before it is deleted there.
+chunk and seen that it holds; or after it was touched, by whoever has the chunk nearer and uses
+it. What nobody wants is forgotten here before it is deleted there.
 
 Calls block for at most `timeout_s`, so they belong into a worker thread. After a failure the
 directory is left alone for a moment and answers at once.
@@ -83,7 +84,7 @@ class Directory:
         )
         self.counters = {
             "told": 0, "untold": 0, "hits": 0, "misses": 0, "healed": 0, "forgotten": 0,
-            "unavailable": 0, "bad": 0,
+            "unavailable": 0, "bad": 0, "touched": 0,
         }  # fmt: skip
         self.last_error = ""
 
@@ -101,6 +102,11 @@ class Directory:
                 self.last_error = refused.detail
             return False
         return True
+
+    @property
+    def ttl_ns(self) -> int:
+        """How long an entry lives."""
+        return self._ttl_ms * 1_000_000
 
     @property
     def available(self) -> bool:
@@ -127,6 +133,19 @@ class Directory:
         done = bool(entries) and self._ask("HSET", run, default=None, worked=True)
         self.counters["told" if done else "untold"] += len(entries)
         return bool(done)
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """These are in use: what is told of them lives as if it were told now. What is not known
+        here stays so."""
+
+        def run() -> int:
+            with self._client.pipeline(transaction=False) as pipe:
+                for key in keys:
+                    pipe.pexpire(self._name(key), self._ttl_ms)
+                return sum(map(bool, pipe.execute()))
+
+        if keys:
+            self.counters["touched"] += self._ask("PEXPIRE", run, default=0)
 
     def find(self, keys: Sequence[Key], where: str | None = None) -> list[Entry | None]:
         """Who has it, if anybody is known to (`where`: there): another's entry before our own.
