@@ -27,6 +27,7 @@ _MOST = 3  # uses after the first that make a difference
 _SAMPLE = 4096  # running lives looked at for one refresh
 _FADE_NS = 1800 * 1_000_000_000  # what was learned counts half after so long
 _GROUPS = 16  # queues that learn for themselves; those that come later share the last
+_FRESH = 256  # evictions that the odds hold for at least: to work them out takes a while
 _TIE = 1e-6  # of the recency by which equal odds are told apart
 
 
@@ -132,7 +133,7 @@ class Reuse(LeafPolicy):
     # -- choosing -------------------------------------------------------------------------------
 
     def _refresh(self, time: int) -> None:
-        self._due = max(64, min(1024, self._len // 4))
+        self._due = max(_FRESH, min(1024, self._len // 4))
         living = np.zeros((self._lists * _GROUPS, BINS))
         stride = 1 + self._len // _SAMPLE
         home = np.frombuffer(self._home, dtype=np.int32)[::stride]
@@ -161,13 +162,12 @@ class Reuse(LeafPolicy):
         if (cool := self._soon.first(queue)) >= 0:
             return cool
         base, best, least = queue * self._lists, ABSENT, 0.0
+        count, top = self._count, self._top
         for home in range(base, base + self._lists):
-            if self._count.get(home):
-                chunk = self._top(home)
-                if chunk >= 0:
-                    value = self._worth(chunk, time)
-                    if best < 0 or value < least:
-                        best, least = chunk, value
+            if count.get(home) and (chunk := top(home)) >= 0:
+                value = self._worth(chunk, time)
+                if best < 0 or value < least:
+                    best, least = chunk, value
         return best if best >= 0 else self._rest(queue)
 
     def victims(self, queue: int, now: int) -> Iterator[int]:

@@ -184,6 +184,8 @@ class Completion(NamedTuple):
     detail: str = ""  # for people; never holds a secret
     nbytes: int = 0  # payload bytes moved
     elapsed_ns: int = 0  # in the medium, without waiting in the queue
+    room: int = -1  # of a write that is OK, EXISTS or NO_SPACE: what `Tier.room` says after it
+    empty: tuple[Place, ...] = ()  # of one with NO_SPACE: what `Tier.to_empty` says
 
 
 class Completions:
@@ -201,11 +203,7 @@ class Completions:
     def put(self, completion: Completion) -> None:
         """From any thread; never blocks, and drops nothing unless closed."""
         self._done.append(completion)
-        if self._fd >= 0:
-            try:
-                os.eventfd_write(self._fd, 1)
-            except BlockingIOError:  # the counter is full, so it is readable
-                pass
+        self.again()
 
     def take(self) -> list[Completion]:
         """All that is there, oldest first. From one thread."""
@@ -217,6 +215,14 @@ class Completions:
         while self._done:
             taken.append(self._done.popleft())
         return taken
+
+    def again(self) -> None:
+        """Not all that was taken was dealt with: be readable once more."""
+        if self._fd >= 0:
+            try:
+                os.eventfd_write(self._fd, 1)
+            except BlockingIOError:  # the counter is full, so it is readable
+                pass
 
     def close(self) -> None:
         """After all tiers that use it are closed."""

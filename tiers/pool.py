@@ -79,6 +79,7 @@ class _Heal(NamedTuple):
 
 _Task = list[Job] | _Heal  # jobs of one kind that run in one call
 
+_ROOM = frozenset({Answer.OK, Answer.EXISTS, Answer.NO_SPACE})
 _KINDS: dict[type, str] = {Write: "write", Read: "read", Delete: "delete", Probe: "probe"}
 
 
@@ -318,7 +319,17 @@ class PooledTier(Tier):
         elapsed = self._clock() - now
         self._judge(kind, completions)
         for done in completions:
-            self._finish(done._replace(elapsed_ns=elapsed))
+            self._finish(self._with_room(done._replace(elapsed_ns=elapsed)))
+
+    def _with_room(self, done: Completion) -> Completion:
+        """What is asked after each write is told with it: here a lock may be waited for."""
+        if not isinstance(done.job, Write) or done.answer not in _ROOM:
+            return done
+        length = done.job.header.length
+        done = done._replace(room=self.backend.room(length))
+        if done.answer is Answer.NO_SPACE:
+            done = done._replace(empty=self.backend.to_empty(length))
+        return done
 
     def _probe(self, job: Job) -> None:
         now = self._clock()

@@ -49,6 +49,11 @@ from kvd.errors import ArenaError
 
 _BATCH = 16384  # records read at a time in a scan: 8 MiB
 _AT: dict[str, int] = {name: place[1] for name, place in (RECORD_DTYPE.fields or {}).items()}
+_STATE_AT, _GENERATION_AT, _FLAGS_AT, _DIGEST_AT = (
+    _AT[name] for name in ("state", "generation", "flags", "digest")
+)
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_NEVER = bytes(8)  # in place of a record's magic
 _REGISTRY_HALF = REGISTRY_BYTES // 2
 _REGISTRY_HEAD = struct.Struct("<QQQ")  # sequence, length, check of both and the body
 
@@ -78,17 +83,21 @@ class RecordTable:
         self._mapping = Mapping(fd, geometry.table_bytes, writable=True)
         raw = self._mapping.bytes
         self._raw = raw.data
+        self._quads: memoryview[int] = self._raw[: len(raw) // 8 * 8].cast("Q")
+        self._records = geometry.records
+        self._per_slab = geometry.records_per_slab
+        self._begin = geometry.record_at(0)
         self._words = raw[: 8 * SUPER_WORDS].view("<u8")
         self._slabs = raw[SLABS_AT : SLABS_AT + 8 * MAX_SLABS].view("<u8")[: geometry.slab_count]
-        self.records: NDArray[np.void] = raw[geometry.record_at(0) :].view(RECORD_DTYPE)
-        self._generations = self.records["generation"]
+        self.records: NDArray[np.void] = raw[self._begin :].view(RECORD_DTYPE)
         self._sizes = [0] * geometry.slab_count
         self._slots = [0] * geometry.slab_count
         self._bad_slabs: list[int] = []
 
     def close(self) -> None:
+        self._quads.release()
         self._raw.release()
-        del self.records, self._generations, self._words, self._slabs
+        del self.records, self._words, self._slabs
         self._mapping.close()
 
     # -- words of the superblock ----------------------------------------------------------------
@@ -131,7 +140,7 @@ class RecordTable:
         """Replace the record of a slot. ArenaError if no assigned slab has such a slot, ValueError
         if a field does not fit."""
         self._check(record)
-        self._store(record, header.generation, header.pack())
+        self._store(self._begin + record * HEADER_BYTES, header.pack())
 
     def patch(
         self,
@@ -144,24 +153,22 @@ class RecordTable:
     ) -> None:
         """Change some fields of a record that is there. ArenaError if none was ever written."""
         self._check(record)
-        at = self._geometry.record_at(record)
+        at = self._begin + record * HEADER_BYTES
         raw = bytearray(self._raw[at : at + HEADER_BYTES])
-        if not any(raw[:8]):
+        if raw.startswith(_NEVER):
             raise ArenaError(f"record {record} was never written, so it can't be changed")
         if state is not None:
-            raw[_AT["state"]] = state
-        if generation is None:
-            generation = int(struct.unpack_from("<Q", raw, _AT["generation"])[0])
-        else:
-            struct.pack_into("<Q", raw, _AT["generation"], generation)
+            raw[_STATE_AT] = state
+        if generation is not None:
+            _U64.pack_into(raw, _GENERATION_AT, generation)
         if flags is not None:
-            struct.pack_into("<I", raw, _AT["flags"], flags)
+            _U32.pack_into(raw, _FLAGS_AT, flags)
         if digest is not None:
             if len(digest) != 16:
                 raise ValueError(f"a payload digest has 16 bytes, got {len(digest)}")
-            raw[_AT["digest"] : _AT["digest"] + 16] = digest
+            raw[_DIGEST_AT : _DIGEST_AT + 16] = digest
         patch_check(raw)
-        self._store(record, generation, bytes(raw))
+        self._store(at, raw)
 
     def recover(self) -> None:
         """Take over from an owner that was killed: finish the record that it was writing, and
@@ -182,22 +189,22 @@ class RecordTable:
                 self._slabs[slab] = self._sizes[slab] = 0
                 self._bad_slabs.append(slab)
 
-    def _store(self, record: int, generation: int, raw: bytes) -> None:
+    def _store(self, at: int, raw: bytes | bytearray) -> None:
         # Against SIGKILL, program order is enough: what this process stored stays in the page.
         # Against readers on other CPUs Python has no barrier to give: x86 keeps stores in order;
         # on weaker machines the reply that follows through a socket orders them.
-        at = self._geometry.record_at(record)
+        quads = self._quads
         self._raw[REDO_AT : REDO_AT + HEADER_BYTES] = raw
-        self._words[REDO] = record + 1
-        self._generations[record] = generation
+        quads[REDO] = (at - self._begin) // HEADER_BYTES + 1
+        quads[(at + _GENERATION_AT) >> 3] = _U64.unpack_from(raw, _GENERATION_AT)[0]
         self._raw[at : at + HEADER_BYTES] = raw
-        self._words[REDO] = 0
+        quads[REDO] = 0
 
     def _check(self, record: int) -> None:
-        if not 0 <= record < self._geometry.records:
-            raise ArenaError(f"record {record} is beyond the table's {self._geometry.records}")
+        if not 0 <= record < self._records:
+            raise ArenaError(f"record {record} is beyond the table's {self._records}")
         # Only the records of a class's slots have memory; touching others could be SIGBUS.
-        slab, slot = divmod(record, self._geometry.records_per_slab)
+        slab, slot = divmod(record, self._per_slab)
         if slot >= self._slots[slab]:
             raise ArenaError(
                 f"record {record} is of no slot: slab {slab} has {self._slots[slab]} slots now"

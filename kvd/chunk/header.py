@@ -73,10 +73,11 @@ class ChunkHeader(NamedTuple):
 
     def pack(self) -> bytes:
         """512 bytes. ValueError if a field does not fit its width."""
-        for name, size in _FIXED:
-            value = getattr(self, name)
-            if len(value) != size:  # struct would cut or pad it in silence
-                raise ValueError(f"header field {name} has {len(value)} bytes, must have {size}")
+        # struct would cut or pad them in silence
+        hashes = len(self.namespace_digest), len(self.spec), len(self.chunk), len(self.parent)
+        digests = len(self.fingerprint), len(self.session), len(self.digest)
+        if hashes != (32,) * 4 or digests != (16,) * 3:
+            raise ValueError(self._misfit())
         try:
             body = _STRUCT.pack(
                 HEADER_MAGIC,
@@ -107,6 +108,13 @@ class ChunkHeader(NamedTuple):
         except struct.error as error:
             raise ValueError(f"header does not fit its record: {error}") from error
         return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
+
+    def _misfit(self) -> str:
+        """The first field that has not its width."""
+        for name, size in _FIXED:
+            if len(getattr(self, name)) != size:
+                break
+        return f"header field {name} has {len(getattr(self, name))} bytes, must have {size}"
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview) -> ChunkHeader:

@@ -266,14 +266,18 @@ class Transfer(Handle):
         self.done = reply.done
 
     def __iter__(self) -> Iterator[int]:
-        until_ns = deadline_ns(self._timeout_s)
+        yield from self.until(deadline_ns(self._timeout_s))
+        if not self.done:
+            raise Unavailable(f"the transfer was not finished within {self._timeout_s} s")
+
+    def until(self, until_ns: int) -> Iterator[int]:
+        """Results as they become ready, no longer than until then (ns, CLOCK_MONOTONIC): `done`
+        tells whether that was all."""
         while True:
             ready = self.wait(max(0.0, (until_ns - time.monotonic_ns()) / 1e9))
             yield from ready
-            if self.done and not self._fresh:
+            if (self.done and not self._fresh) or (not ready and time.monotonic_ns() >= until_ns):
                 return
-            if not ready and time.monotonic_ns() >= until_ns:
-                raise Unavailable(f"the transfer was not finished within {self._timeout_s} s")
 
     def view(self, index: int) -> memoryview:
         """The payload of a ready result, read-only. KeyError if it is not ready."""

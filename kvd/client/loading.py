@@ -132,7 +132,8 @@ class Loading(ClientBase):
 
         Returns one outcome a result. Only OK was delivered: checked after its last byte (with
         `verify` also against the record's digest). What `take` was shown of any other result must
-        be thrown away. `timeout_s` is for the whole call.
+        be thrown away. `timeout_s` is for the whole call: what a tier has not delivered by then is
+        DEADLINE.
         """
         keys = self._keys(spec, hashes, fingerprints, shards, kind, None, 0, timeout_s)
         if not keys.keys:

@@ -329,7 +329,9 @@ class Load(Stream):
                 if following == now.end:
                     ahead = self._ask(following, alone=False)
                 self._taken, found = found, None
-                self._take(now, self._taken)
+                if not self._take(now, self._taken):
+                    self.rest(following, Outcome.DEADLINE)
+                    break
                 if ahead is None:
                     self._release()
                     ahead = self._ask(following, alone=True)
@@ -391,10 +393,11 @@ class Load(Stream):
             return self.keys.keys
         return batch.end
 
-    def _take(self, batch: Batch, found: Lookup) -> None:
+    def _take(self, batch: Batch, found: Lookup) -> bool:
+        """Copy what was found. False if some of it had not come when the call's time was over."""
         transfer = found.transfer
         if transfer is None:
-            return
+            return True
         hits = [i for i, outcome in enumerate(found.outcomes) if outcome is Outcome.OK]
         if not self._every:
             hits = hits[: found.leading]
@@ -403,7 +406,7 @@ class Load(Stream):
         if len(places) != len(transfer.outcomes):
             raise ProtocolError(f"{len(transfer.outcomes)} results for {len(places)} leased")
         taken: list[int] = []
-        for index in transfer:
+        for index in transfer.until(self._deadline_ns):
             place = places[index]
             view = transfer.view(index)
             arrived: bytes | None = None
@@ -421,8 +424,10 @@ class Load(Stream):
             taken.append(index)
         for index, outcome in enumerate(transfer.outcomes):
             if outcome is not Outcome.OK:
-                self.outcomes[places[index]] = outcome
+                late = outcome is Outcome.FAILED and not transfer.done
+                self.outcomes[places[index]] = Outcome.DEADLINE if late else outcome
         self._check(transfer, taken, places)
+        return transfer.done
 
     def _holds(self, transfer: Transfer, index: int, arrived: bytes) -> bool:
         """Whether what arrived is what the record's digest says; a chunk that is not sealed yet

@@ -99,7 +99,7 @@ class Core:
         self._writes = Writes(self._store)
         self._reserves = Reserves(self._store, self._writes, self._evictions)
         self._leases = Leases(self._store)
-        self._transfers = Transfers(self._store, self._fetches)
+        self._transfers = Transfers(self._store, self._jobs, self._fetches)
         self._leases.ended = self._transfers.lease_ended
         self._leases.kept = self._fetches.keep
         self._leases.second = self._demotions.hit
@@ -390,7 +390,7 @@ class Core:
         left = store.apply_touches(TOUCH_SLICE)
         if left > 0:
             store.sweep(64)
-            if not self._jobs.step():
+            if not self._jobs.step() and self._reuses.waiting:
                 self._reuses.apply()
 
     def _drain(self, event: ev.Drain) -> None:

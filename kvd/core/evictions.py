@@ -9,7 +9,7 @@ NO_SPACE means that every candidate was looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Sequence
 from enum import Enum, auto
 from math import ceil
 
@@ -80,8 +80,10 @@ class Evictions:
                 return record
             if self._take_slab(size):
                 continue
-            store.apply_touches(TOUCH_SLICE)
-            store.sweep(_SWEEP)  # who has only husks below is a leaf
+            if store.touches:
+                store.apply_touches(TOUCH_SLICE)
+            if store.husks:
+                store.sweep(_SWEEP)  # who has only husks below is a leaf
             owed = self._owed(size, tenant)
             if self.reclass.due(size) and self.reclass.start(size, tenant, must=owed):
                 search = Search()
@@ -221,7 +223,7 @@ class Evictions:
     def legal(self, row: int) -> bool:
         """Whether the chunk may go for room now."""
         store, chunks = self._store, self._store.chunks
-        if not store.resident(row) or chunks.leases[row] or chunks.writing[row]:
+        if not (chunks.ready[row] or chunks.bad[row]) or chunks.leases[row] or chunks.writing[row]:
             return False
         if not store.leaf(row) or row in store.pinned:
             return False
@@ -276,10 +278,12 @@ class Evictions:
                     return True
         return False
 
-    def _queues(self, size: int | None) -> list[int]:
+    def _queues(self, size: int | None) -> Sequence[int]:
         store = self._store
         every = range(len(store.residents)) if size is None else store.spaces.class_queues.get(size)
-        return [q for q in every or () if not (store.hold and store.spaces.queue_adopted[q])]
+        if store.hold:
+            return [q for q in every or () if not store.spaces.queue_adopted[q]]
+        return every or ()
 
     def allowed(self, queue: int, by: int) -> bool:
         """Whether this queue's tenant may lose a chunk for want of room of another."""
@@ -305,6 +309,9 @@ class Evictions:
             search.failing = False
             search.passed.clear()
         everyone = self._queues(size)
+        if len(everyone) == 1 and self._simple(queue := everyone[0], search, by):
+            row = self._victim(queue, search)
+            return (Found.AGAIN, NONE, "") if row == NONE else (Found.DONE, row, "capacity")
         if own:
             owners = store.spaces.queue_tenants
             everyone = [queue for queue in everyone if owners[queue] == by]
@@ -334,14 +341,25 @@ class Evictions:
             return Found.AGAIN, NONE, ""
         return Found.DONE, row, "capacity"
 
+    def _simple(self, queue: int, search: Search, by: int) -> bool:
+        """Whether, of a class with this queue alone, the next to go can only be its first
+        candidate: as a rule where there is one model and one tenant."""
+        store = self._store
+        if search.failing or store.bad[queue] or store.holes[queue]:
+            return False
+        mine = store.spaces.queue_tenants[queue] == by or not store.shares.isolate
+        return mine and search.passed.get(queue, 0) < store.residents[queue]
+
     def _left(self, queue: int, search: Search) -> bool:
         """Whether a queue has candidates that were not passed over."""
         store = self._store
         count = store.chunks.used if search.failing else store.residents[queue]
         return bool(store.residents[queue]) and search.passed.get(queue, 0) < count
 
-    def _coldest(self, queues: Iterable[int], search: Search) -> int:
+    def _coldest(self, queues: Sequence[int], search: Search) -> int:
         """The queue to take from among those that have candidates left, or -1."""
+        if len(queues) == 1:  # as a rule: then its coldness need not be worked out
+            return queues[0]
         store = self._store
         best, least = -1, 0.0
         for queue in queues:

@@ -63,7 +63,7 @@ class Index:
 
     def _same(self, row: int, space: int, key: bytes) -> bool:
         chunks = self._chunks
-        return bool(chunks.space[row] == space and chunks.key_of(row) == key)
+        return bool(chunks.space[row] == space and chunks.key[32 * row : 32 * row + 32] == key)
 
     def get(self, space: int, key: bytes) -> int:
         """Row, or NONE."""

@@ -74,6 +74,7 @@ class Reserves:
         self._store = store
         self._writes = writes
         self._evictions = evictions
+        self._write_cap = store.config.write_cap
 
     def reserve(self, session: Session, ask: Request) -> Work[ReserveResult]:
         """Grant a leading run, evicting for it where that is legal."""
@@ -124,7 +125,7 @@ class Reserves:
                     parent = row
                 if session.closed:
                     break
-                if spent(store):
+                if spent(store) and i + 1 < len(ask.keys):
                     yield Pause.SLICE
         except Exception:  # a fault: nobody will be told what was granted
             try:
@@ -139,7 +140,7 @@ class Reserves:
             store.touch(np.array(there[-1:], np.int64))
         for n, row in enumerate(pinned):
             store.unpin(row)
-            if n % 8 == 7 and spent(store):
+            if n % 32 == 31 and spent(store):
                 yield Pause.SLICE
         for value, label in _LABELS.items():
             counts["shards_reserved", label] += outcomes.count(value)
@@ -303,7 +304,7 @@ class Reserves:
         if store.now >= write.deadline:
             return Outcome.DEADLINE
         tenant = write.space.tenant
-        if session.write_bytes + size > store.config.write_cap or self._busy(tenant, size):
+        if session.write_bytes + size > self._write_cap or self._busy(tenant, size):
             return Outcome.OVER_QUOTA
         record = yield from self._evictions.slot(size, tenant)
         if record < 0:
@@ -313,7 +314,7 @@ class Reserves:
             outcome = Outcome.NO_SPACE
         elif store.now >= write.deadline:
             outcome = Outcome.DEADLINE
-        elif session.write_bytes + size > store.config.write_cap or self._busy(tenant, size):
+        elif session.write_bytes + size > self._write_cap or self._busy(tenant, size):
             outcome = Outcome.OVER_QUOTA
         if outcome is Outcome.GRANTED:
             return record

@@ -1,9 +1,9 @@
 """What other capacities would have hit, learned from the requests that come by.
 
 The law of this module: a lookup that leases, or a store, is noted as it comes, in a microsecond,
-and looked at after the reply, a slice at a time; what would grow too long is left out, and counted.
-One sample of all namespaces, and one for each of those used of late, `TENANTS` at most. Capacities
-are in bytes of slots, as limits are.
+and looked at after the reply, many keys together, or when somebody asks for the curves; what would
+grow too long is left out, and counted. One sample of all namespaces, and one for each of those used
+of late, `TENANTS` at most. Capacities are in bytes of slots, as limits are.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ HALF_LIFE_S = 6 * 3600.0
 _TENANT_SAMPLES = 2048
 _RATE = 0.25  # of all keys, followed at first: a request of many must not cost much at the start
 _REACH = 4  # distances are followed up to so many times all that the tiers hold
+_WORTH = 64  # keys that are looked at together, if no more come
 _NOTED = 1 << 16  # keys that may wait to be looked at
 _POINTS, _TENANT_POINTS = 48, 24
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -52,7 +53,9 @@ class Reuses:
 
     @property
     def waiting(self) -> bool:
-        return bool(self._notes)
+        """Whether so many keys are waiting that it pays to look at them: a few at a time cost
+        several times as much."""
+        return self._noted >= _WORTH
 
     # -- as they come ---------------------------------------------------------------------------
 
@@ -133,6 +136,9 @@ class Reuses:
     def stat(self, namespace: str | None) -> dict[str, Any]:
         """Curves of a tenant, or of all and each (None). `curve`: [bytes of an LRU, percent of the
         chunks asked for that it would have hit]."""
+        if not self.waiting:
+            while self._notes:
+                self.apply()
         names = sorted(self._tenants) if namespace is None else [namespace]
         tenants = {
             name: _shown(self._tenants[name], _TENANT_POINTS)

@@ -19,9 +19,11 @@ from kvd.core import columns as col
 from kvd.core.actions import LoadResult, Reply, Verify, WaitResult
 from kvd.core.fetch import Batch
 from kvd.core.fetches import Fetches
+from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.leases import Lease
 from kvd.core.store import Store
 
+_AT_ONCE = 8  # shards asked for from below in the event that loads them
 _LABEL = {
     Outcome.OK: "ok",
     Outcome.MISS: "miss",
@@ -67,8 +69,9 @@ class Transfer:
 class Transfers:
     """All transfers by number; and what is being verified."""
 
-    def __init__(self, store: Store, fetches: Fetches) -> None:
+    def __init__(self, store: Store, jobs: Jobs, fetches: Fetches) -> None:
         self._store = store
+        self._jobs = jobs
         self._fetches = fetches
         fetches.transfers = self
         self.by_number: dict[int, Transfer] = {}
@@ -114,11 +117,30 @@ class Transfers:
         lease.transfers.append(transfer.number)
         for result in np.flatnonzero(blocked).tolist():
             self._verify(transfer, result)
-        batch = Batch()
-        for result in below.tolist():
+        batch, wanted = Batch(), below.tolist()
+        for result in wanted[:_AT_ONCE]:
             self._fetches.want(int(which[result]), transfer, result, batch)
+        if len(wanted) > _AT_ONCE:  # the first one's read goes out before all others are looked at
+            self._jobs.later(self._want(transfer, wanted[_AT_ONCE:], batch))
         self.pump()
         return LoadResult(transfer.number, outcomes.tobytes(), refs.tobytes(), False)
+
+    def _want(self, transfer: Transfer, wanted: list[int], batch: Batch) -> Work[None]:
+        """Ask for shards from below, in order."""
+        store = self._store
+        for result in wanted:
+            if transfer.cancelled:
+                return
+            cell = int(transfer.cells[result])
+            state = store.cells.state[cell]
+            if state == col.ABSENT and store.ladder.source(cell) is not None:
+                self._fetches.want(cell, transfer, result, batch)
+            elif state == col.READY:  # somebody else had it read up meanwhile
+                self._known(transfer, result, Outcome.OK)
+            else:
+                self._known(transfer, result, Outcome.MISS)
+            if spent(store):
+                yield Pause.SLICE
 
     def refs(self, cells: NDArray[np.int64]) -> NDArray[np.void]:
         """Slot references (REF_DTYPE) of ready cells."""

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvd.chunk import payload_digest
+from kvd.chunk import State, payload_digest
 from kvd.core import CoreFault
 from kvd.core import actions as ac
 from kvd.core import events as ev
@@ -36,6 +36,16 @@ _LOAD = int(ev.LookupFlag.LOAD)
 _SEAL_BYTES = 32 << 20  # hashed in one go, so that a store that comes waits some ms at most
 _SEALS = 32
 _RECORDS = (ac.AssignSlab, ac.WriteRecord, ac.PatchRecord)
+
+
+def _freed(action: Any, then: Any) -> bool:
+    """Whether an action frees a slot whose record is written anew right after it."""
+    return (
+        type(then) is ac.WriteRecord
+        and type(action) is ac.PatchRecord
+        and action.record == then.record
+        and action.state is State.FREE
+    )
 
 
 class Carrier:
@@ -110,8 +120,11 @@ class Carrier:
         """Carry out a list of actions. One that fails is logged; the ones after it still go, but
         what a reply behind a failed record would tell is not true: it becomes an error."""
         broken: Exception | None = None
-        for action in actions:
+        last = len(actions) - 1
+        for n, action in enumerate(actions):
             try:
+                if n < last and type(action) is ac.PatchRecord and _freed(action, actions[n + 1]):
+                    continue  # the next one replaces all of the record, or goes wrong
                 if broken is not None and isinstance(action, ac.Reply):
                     self._give_up(action.request, broken)
                 else:
@@ -123,6 +136,8 @@ class Carrier:
                     self._give_up(action.request, error)
                 elif isinstance(action, _RECORDS):
                     broken = error
+                    if n and _freed(actions[n - 1], action):
+                        self._patch_record(actions[n - 1])
         if self._seals:
             self._submit_seals()
         if self._ladder is not None:

@@ -56,6 +56,12 @@ NS_PER_MS = 1_000_000
 REPLY, RELATIVE = int(FrameFlag.REPLY), int(FrameFlag.RELATIVE)
 # Who gives something back means it whenever it is heard: else it would be kept for nobody.
 GIVE_BACKS = frozenset({int(Op.ABORT), int(Op.RELEASE), int(Op.CANCEL), int(Op.BYE)})
+# What takes some hundredths of a millisecond, if it names few keys: replies of earlier requests may
+# wait for it.
+QUICK = frozenset(
+    {int(op) for op in (Op.LOOKUP, Op.LOAD, Op.WAIT, Op.RELEASE, Op.RENEW, Op.CANCEL, Op.HEARTBEAT)}
+)
+QUICK_BYTES = 512
 DONTWAIT = int(zmq.DONTWAIT)
 BATCH = 64  # messages of one socket in one turn of the loop; their replies go out together
 BATCH_NS = 1_000_000
@@ -245,6 +251,8 @@ class Dispatcher:
             if frame.op in LIMITED:
                 self._limiter.take(session.grant.namespace, now)
             message = m.decode_request(frame.op, frame.body, self._limits, newer=frame.newer)
+            if frame.op not in QUICK or len(frame.body) > QUICK_BYTES:
+                self._responder.let_go()
             self._dispatch(request, message, payload)
         except KvdError as refused:
             if isinstance(refused, ProtocolError | LimitExceeded):

@@ -23,6 +23,7 @@ from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.shares import TierShare
 from kvd.server.files import open_file
+from kvd.server.loop import SHARE_NS
 from kvd.server.tiers import TierPlan
 from kvd.server.transfers import Job, Transfers
 from kvd.tiers import base as t
@@ -52,6 +53,8 @@ class Ladder:
     ) -> None:
         """`recover_again_s`: the pause after a medium failed while it told what lies there."""
         self.completions = t.Completions()
+        self.handed_over = False  # jobs, since the loop waited last
+        self._taken: deque[t.Completion] = deque()  # and not dealt with yet
         self.plans = plans
         self.tiers: list[t.Tier] = []
         self.reports: list[t.ProbeReport] = []
@@ -159,6 +162,7 @@ class Ladder:
         self._closing.set()
         for tier in self.tiers:
             tier.close()
+        self._taken.clear()
         self.completions.take()  # they hold views of the arena
         self.completions.close()
         for thread in self._askers:
@@ -219,29 +223,40 @@ class Ladder:
     def flush(self) -> None:
         for tier, jobs in zip(self.tiers, self._jobs, strict=True):
             if jobs:
+                self.handed_over = True
                 tier.submit(jobs)
                 jobs.clear()
 
     # -- from the tiers -------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Take what has been completed. Called when `completions` is readable."""
-        for done in self.completions.take():
-            token = done.job.token
-            if isinstance(done.job, t.Probe):
-                asked = self._probes.pop(token, None)
-                if asked is not None:
-                    asked(done)
-            elif isinstance(token, ac.TierScrub) and token.keep and done.answer is t.Answer.OK:
-                assert isinstance(done.job, t.Read)
-                self._kept[token.job] = done.job.into
-                self.feed(self._event(token, done))
-                self._kept.pop(token.job, None)  # not wanted any more
-            else:
-                if self.completed is not None:
-                    self.completed(token, done)
-                self.feed(self._event(token, done))
+        """Take what has been completed, as much as has its place in a turn of the loop. Called when
+        `completions` is readable."""
+        taken = self._taken
+        taken.extend(self.completions.take())
+        end = time.monotonic_ns() + SHARE_NS
+        while taken:
+            self._take(taken.popleft())
+            if taken and time.monotonic_ns() > end:
+                self.completions.again()
+                break
         self.watch()
+
+    def _take(self, done: t.Completion) -> None:
+        token = done.job.token
+        if isinstance(done.job, t.Probe):
+            asked = self._probes.pop(token, None)
+            if asked is not None:
+                asked(done)
+        elif isinstance(token, ac.TierScrub) and token.keep and done.answer is t.Answer.OK:
+            assert isinstance(done.job, t.Read)
+            self._kept[token.job] = done.job.into
+            self.feed(self._event(token, done))
+            self._kept.pop(token.job, None)  # not wanted any more
+        else:
+            if self.completed is not None:
+                self.completed(token, done)
+            self.feed(self._event(token, done))
 
     def _event(self, action: Any, done: t.Completion) -> Any:
         answer = ev.TierAnswer(done.answer.value)
@@ -249,13 +264,8 @@ class Ladder:
             return ev.TierDeleted(action.job, answer)
         if not isinstance(action, ac.TierWrite):
             return ev.TierReadDone(action.job, answer, done.header)
-        tier = self.tiers[action.tier]
-        room, empty = -1, tuple[int, ...]()
-        if done.answer in (t.Answer.OK, t.Answer.EXISTS, t.Answer.NO_SPACE):
-            room = tier.room(action.length)
-        if done.answer is t.Answer.NO_SPACE:
-            empty = tuple(place.at for place in tier.to_empty(action.length))
-        return ev.TierWritten(action.job, answer, *done.place, room, empty)
+        empty = tuple(place.at for place in done.empty)
+        return ev.TierWritten(action.job, answer, *done.place, done.room, empty)
 
     def watch(self, now: float = 0.0) -> None:
         """Tell the core whose health has changed."""

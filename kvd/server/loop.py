@@ -3,7 +3,7 @@
 The law of this module: nothing here blocks but the wait itself. ZMQ sockets are waited for
 together with one epoll descriptor, which stands for all plain ones (the attach socket,
 connections, pidfds, eventfds, signals). A callback that raises is a fault of ours: it is logged
-and counted, and the loop goes on.
+and counted, and the loop goes on. Requests go first, and again between all other pieces of work.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from types import FrameType
 
 import zmq
 
-__all__ = ["Loop"]
+__all__ = ["SHARE_NS", "Loop"]
 
 log = logging.getLogger(__name__)
 
+SHARE_NS = 500_000  # of a turn, for completions of one kind: then requests have their turn again
+LOOK_S = 0.0003
 IDLE_MS = 1000  # longest wait: bounds how late a timer that was forgotten can be
 NS_PER_MS = 1_000_000
 
@@ -47,6 +49,7 @@ class Loop:
         self._signal_pipe: tuple[int, int] | None = None
         self._old_signals: list[tuple[int, object]] = []
         self._old_wakeup = -1
+        self._looked = 0.0  # monotonic s, at the sockets
         self.faults = 0
         self.turns = 0
         self.longest_turn_s = 0.0
@@ -103,13 +106,15 @@ class Loop:
             timeout_ms = min(timeout_ms, max(0, int((timer.due - now) * 1000) + 1))
         ready = self._poller.poll(min(timeout_ms, IDLE_MS))
         begun = time.monotonic()
+        self._looked = begun
+        plain = False
         for source, _ in ready:
             if isinstance(source, int):
-                self._plain()
+                plain = True
             else:
-                callback = self._sockets.get(source)
-                if callback is not None:  # gone, if an earlier callback of this turn removed it
-                    self._guard(callback)
+                self._call(source)
+        if plain:
+            self._plain()
         now = time.monotonic()
         for timer in self._timers:
             if timer.due <= now:
@@ -118,8 +123,25 @@ class Loop:
         self.turns += 1
         self.longest_turn_s = max(self.longest_turn_s, time.monotonic() - begun)
 
+    def requests(self) -> None:
+        """Call back for sockets that have something by now, if they were not looked at just before:
+        between two pieces of other work, so that a request waits for one of them at most."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        for socket in list(self._sockets):
+            if not socket.closed and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._call(socket)
+
+    def _call(self, socket: zmq.Socket[bytes]) -> None:
+        callback = self._sockets.get(socket)
+        if callback is not None:  # gone, if an earlier callback of this turn removed it
+            self._guard(callback)
+
     def _plain(self) -> None:
         for descriptor, events in self._epoll.poll(0, 256):
+            self.requests()
             callback = self._descriptors.get(descriptor)
             if callback is not None:
                 self._guard(callback, events)

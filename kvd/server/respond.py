@@ -69,6 +69,12 @@ class Responder:
         if self._held is None:
             self._held = []
 
+    def let_go(self) -> None:
+        """Send what was kept back until now: what comes next takes its time."""
+        if self._held:
+            self.flush()
+            self._held = []
+
     def flush(self) -> None:
         """Send what was kept back, in order."""
         held, self._held = self._held, None

@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 
 NS = 1_000_000_000
 IDLE_MS = 1000
+HAND_OVER_MS = 1
 STOP_WORKERS_S = 5.0
 _PREFAULT_STEP = 64 << 20
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -351,14 +352,16 @@ class Server:
             core = self.carrier.core
             due = core.next_deadline()
             if core.busy or (due is not None and due <= time.monotonic_ns()):
+                self.loop.requests()
                 self.carrier.feed(ev.Tick())
             if len(self.lockwatch):
                 self.lockwatch.poll(time.monotonic())
 
     def _wait_ms(self) -> int:
         core = self.carrier.core
-        if core.busy:
-            return 0
+        handed_over, self.ladder.handed_over = self.ladder.handed_over, False
+        if core.busy:  # a worker that has just been given a job begins it while we wait
+            return HAND_OVER_MS if handed_over else 0
         wait_ms = IDLE_MS
         lock_s = self.lockwatch.wait_s(time.monotonic()) if len(self.lockwatch) else None
         if lock_s is not None:

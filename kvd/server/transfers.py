@@ -22,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvd.server.loop import SHARE_NS
+
 __all__ = ["Job", "Transfers"]
 
 log = logging.getLogger(__name__)
@@ -108,13 +110,18 @@ class Transfers:
         return len(self._urgent) + len(self._background) + running + len(self._finished)
 
     def drain(self) -> int:
-        """Hand finished jobs to their `done`; how many. Called when `wakeup` is readable."""
+        """Hand finished jobs to their `done`, as many as have their place in a turn of the loop;
+        how many. Called when `wakeup` is readable."""
         try:
             os.eventfd_read(self.wakeup)
         except BlockingIOError:
             pass
         count = 0
+        end = time.monotonic_ns() + SHARE_NS
         while self._finished:
+            if count and time.monotonic_ns() > end:
+                os.eventfd_write(self.wakeup, 1)
+                break
             job = self._finished.popleft()
             count += 1
             if job.failed:

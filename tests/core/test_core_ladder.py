@@ -124,6 +124,32 @@ def test_a_load_from_below_streams_chunk_by_chunk_in_order() -> None:
     assert got.done
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_long_load_asks_for_most_of_its_chunks_behind_its_first_read(cancelled: bool) -> None:
+    """Who ends it before has the rest not asked for at all."""
+    world = ladder(write_share=0.5)
+    client = filled(world, chains=6, length=12)
+    drained(world, client, 0, length=12)
+    world.auto = False
+    found, actions = world.request(client.lookup_event(ONE, chain(0, 12), LOAD))
+    assert found.leading == 12
+    assert [a.chunk for a in actions if isinstance(a, ac.TierRead)] == [chain(0, 12)[0]]
+    assert [job.chunk for job in reads(world)] == [chain(0, 12)[0]]
+    assert world.core._fetches.queued == 7
+    if cancelled:
+        world.handle(ev.Release(client.number, 0, found.lease))
+    actions = world.settle()
+    world.auto = True
+    actions += world.work() + world.advance(S)
+    asked = [job.chunk for job in actions if isinstance(job, ac.TierRead)]
+    if cancelled:
+        assert asked == []
+        return
+    got = world.ask(ev.Wait(client.number, 0, found.load.transfer, 0, world.now + S))
+    assert got.done and set(got.outcomes) == {O.OK}
+    assert asked == chain(0, 12)[1:]
+
+
 @pytest.mark.parametrize("weight", [1, 3])
 def test_a_flood_of_one_tenant_leaves_the_loads_of_another_their_turns(weight: int) -> None:
     """The flood was there first; the other's chunks come up beside as many of it, by weight."""

@@ -67,7 +67,8 @@ def test_a_policy_that_raises_costs_its_turn_only(
 ) -> None:
     """K39: stores go on, by LRU; the fault is counted and shown."""
     break_for_good(monkeypatch, POLICIES["crf"], method, after)
-    world = World(policy="crf")
+    one_pool = method in ("coldness", "value")  # a tenant's candidates alone are not compared
+    world = World(policy="crf", isolate=not one_pool)
     fill(world, 4)
     assert world.tier["chunks"] > SLOTS * 0.8
     if world.counter("policy_errors"):  # some methods are asked for seldom
@@ -97,7 +98,7 @@ def test_a_policy_that_wants_to_exit_costs_its_turn_only(
 ) -> None:
     """K39: a policy of one's own that calls sys.exit() ends its turn, not the daemon."""
     break_for_good(monkeypatch, POLICIES["crf"], method, 20, fault)
-    world = World(policy="crf")
+    world = World(policy="crf", isolate=method != "coldness")
     fill(world, 4)
     assert world.counter("policy_errors") == 1
     assert world.tier["eviction"]["turn"] == "recency"

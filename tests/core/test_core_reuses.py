@@ -100,7 +100,7 @@ def test_long_requests_are_looked_at_in_slices() -> None:
     while reuses.waiting:
         reuses.apply()
         slices += 1
-    assert slices == 4
+    assert slices == 3  # the last five wait for more, or for somebody who asks
     assert reuses.stat(None)["all"]["uses"] == 3 * SLICE + 5
 
 

@@ -137,6 +137,25 @@ def test_each_tiers_scrub_goes_on_in_the_next_life(hands: Hands, tmp_path: Path)
         again.close()
 
 
+def test_what_was_completed_is_told_in_shares_and_nothing_is_forgotten(
+    hands: Hands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.server.ladder.SHARE_NS", -1)
+    known = [header(bytes([n]) * SIZE) for n in range(4)]
+    for n, one in enumerate(known):
+        hands.view[n * SIZE : (n + 1) * SIZE] = bytes([n]) * SIZE
+        hands.ladder.add(ac.TierWrite(n + 1, 0, one, n * SIZE, SIZE, NEVER))
+    hands.ladder.flush()
+    told = 0
+    while told < 4:
+        assert select.select([hands.ladder.completions], [], [], 20)[0]
+        hands.ladder.drain()
+        written = [e for e in hands.events if isinstance(e, ev.TierWritten)]
+        assert len(written) <= told + 1
+        told = len(written)
+    assert sorted(e.job for e in written) == [1, 2, 3, 4]
+
+
 def test_who_asked_pays_in_the_tiers_queue_too(hands: Hands) -> None:
     known = header(b"abcdefgh")
     name = (known.kind, known.namespace_digest, known.spec, known.chunk, 0)

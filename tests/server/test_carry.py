@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvd.chunk import payload_digest
+from kvd.chunk import ChunkHeader, State, payload_digest
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.events import LookupFlag
@@ -55,6 +55,50 @@ def test_a_reply_behind_a_record_that_could_not_be_written_is_an_error() -> None
     made.feed(ev.Tick())
     assert (before.results, before.failures) == ([ac.DoneResult()], [])
     assert (behind.results, behind.failures) == ([], [ErrorCode.INTERNAL])
+
+
+class Table:
+    """What was done to records, in order."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.done: list[tuple[Any, ...]] = []
+        self._refuses = refuses
+
+    def write_record(self, record: int, header: ChunkHeader) -> None:
+        if self._refuses:
+            raise ValueError("a field does not fit")
+        self.done.append(("write", record, header.state))
+
+    def patch_record(self, record: int, *, state: Any, **more: Any) -> None:
+        self.done.append(("patch", record, state))
+
+
+def given_away(record: int, to: int) -> list[Any]:
+    """A chunk goes, and its slot is another's at once."""
+    header = ChunkHeader(state=State.WRITING)
+    return [ac.PatchRecord(record, State.FREE, 7), ac.WriteRecord(to, header)]
+
+
+def test_a_slot_that_is_freed_and_given_away_at_once_is_written_once() -> None:
+    table = Table()
+    more = [ac.PatchRecord(4, State.READY), *given_away(5, 6)]
+    made, _ = carrier([*given_away(3, 3), *more, ac.PatchRecord(6, State.FREE, 8)], table)
+    made.feed(ev.Tick())
+    assert table.done == [
+        ("write", 3, State.WRITING),
+        ("patch", 4, State.READY),
+        ("patch", 5, State.FREE),
+        ("write", 6, State.WRITING),
+        ("patch", 6, State.FREE),
+    ]
+
+
+def test_a_slot_whose_new_record_can_not_be_written_is_free_all_the_same() -> None:
+    table, behind = Table(refuses=True), Answers()
+    made, _ = carrier([*given_away(3, 3), ac.Reply(1, behind, ac.DoneResult())], table)
+    made.feed(ev.Tick())
+    assert table.done == [("patch", 3, State.FREE)]
+    assert behind.failures == [ErrorCode.INTERNAL]
 
 
 def lookup(flags: int) -> ev.Lookup:

@@ -86,6 +86,37 @@ def test_a_signal_is_told_in_a_turn(loop: Loop) -> None:
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
+def test_a_request_that_comes_meanwhile_goes_before_the_next_piece_of_other_work(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.server.loop.LOOK_S", 0.0)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    a, b = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    a.bind("inproc://between")
+    b.connect("inproc://between")
+    seen: list[str] = []
+    events = [os.eventfd(1, os.EFD_NONBLOCK) for _ in range(3)]
+
+    def work(event: int) -> None:
+        os.eventfd_read(event)
+        seen.append("work")
+        b.send(b"request")
+
+    loop.add_socket(a, lambda: seen.append(a.recv().decode()))
+    for event in events:
+        loop.watch(event, lambda _, event=event: work(event))  # type: ignore[misc]
+    loop.turn(1000)
+    loop.requests()
+    assert seen == ["work", "request"] * 3
+    loop.remove_socket(a)
+    for event in events:
+        loop.unwatch(event)
+        os.close(event)
+    a.close(0)
+    b.close(0)
+    context.term()
+
+
 def test_an_idle_loop_sleeps(loop: Loop) -> None:
     begun, used = time.monotonic(), time.thread_time()
     loop.turn(300)

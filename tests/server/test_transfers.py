@@ -173,3 +173,22 @@ def test_close_gives_up_on_a_worker_that_does_not_end() -> None:
     assert time.monotonic() - begun < 5
     gate.set()
     assert pool.close(5)
+
+
+def test_completions_are_handed_out_in_shares_and_none_is_forgotten(
+    transfers: Transfers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.server.transfers.SHARE_NS", -1)
+    done: list[object] = []
+    for number in range(8):
+        transfers.submit(Job("one", lambda number=number: number, done.append))  # type: ignore[misc]
+    end = time.monotonic() + 10
+    while transfers.pending > len(transfers._finished):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    for taken in range(1, 9):
+        assert select.select([transfers.wakeup], [], [], 5)[0]
+        assert transfers.drain() == 1
+        assert len(done) == taken
+    assert sorted(map(str, done)) == [str(number) for number in range(8)]
+    assert not select.select([transfers.wakeup], [], [], 0)[0]
