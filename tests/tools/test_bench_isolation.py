@@ -36,5 +36,5 @@ def test_a_neighbour_takes_nothing_and_all_figures_are_there() -> None:
     assert result["work_conserving"] >= 0.98
     flood = result["flood"]
     assert result["scenarios"][0]["p99_load_ratio"] == flood["p99_ratio"] > 0
-    assert all(value > 0 for value in flood.values()) and flood["stores_per_s"] > 0
+    assert all(value > 0 for value in flood.values())
     assert {f"{of}p99_ratio" for of in ("", "same_pace_", "bare_")} <= flood.keys()

@@ -67,6 +67,29 @@ def test_a_tier_below_reaches_at_least_its_own_size() -> None:
     assert found["nvme"].hit_pct == found["dram"].hit_pct
 
 
+def held(dram: int, nvme: int, below: int) -> dict[str, Any]:
+    """A daemon with 10 GiB and 40 GiB, and chunks in each tier; `below`: in no other than nvme."""
+    told = stat()
+    told["tenants"]["a"] |= {"chunks": dram, "chunks_below": below}
+    for name, chunks in (("dram", dram), ("nvme", nvme)):
+        told["tenants"]["a"]["tiers"][name]["chunks"] = chunks
+    return told
+
+
+def test_tiers_reach_together_as_far_as_they_hold_different_chunks() -> None:
+    """Apart: 50 GiB. A copy below of each chunk in DRAM: 40 GiB."""
+    reaches = []
+    for told in (held(100, 400, 400), held(100, 400, 350), held(100, 400, 300)):
+        found = {one.tier: one for one in advise_on(told) if not one.tenant}
+        assert found["dram"].reach_bytes == 10 * GIB
+        reaches.append(found["nvme"].reach_bytes / GIB)
+        more = [step for step in found["nvme"].steps if step.more_bytes > 0]
+        assert all(step.hit_pct >= found["nvme"].hit_pct for step in more)
+    assert reaches == [50, 45, 40]
+    mine = {one.tier: one for one in advise_on(held(100, 400, 400)) if one.tenant}
+    assert mine["nvme"].reach_bytes == 25 * GIB
+
+
 def test_where_more_brings_nothing_it_says_so_and_what_would_do() -> None:
     told = says(stat(tiers=[{"name": "dram", "limit_bytes": 400 * GIB}]))
     assert told["dram", ""] == (

@@ -40,7 +40,9 @@ class _Times(NamedTuple):
 
     alone: list[float]
     beside: list[float]
-    pace: float  # of the neighbour's stores: chunks a second
+    pace: float = 0.0  # of the neighbour's stores: chunks a second
+    written: float = 0.0  # of them, written to the tier: chunks a second beside the loads
+    written_alone: float = 0.0  # and without them
 
     def ratio(self, percentile: float) -> float:
         alone, beside = (np.percentile(times, percentile) for times in self[:2])
@@ -55,6 +57,8 @@ def run_flood(folder: Path, *, quick: bool = False) -> dict[str, Any]:
     return {
         "chunk_bytes": CHUNK,
         "stores_per_s": round(flood.pace),
+        "written_per_s": round(flood.written),
+        "written_per_s_alone": round(flood.written_alone),
         "alone_p50_ms": _ms(flood.alone, 50),
         "alone_p99_ms": _ms(flood.alone, 99),
         "beside_p50_ms": _ms(flood.beside, 50),
@@ -82,8 +86,10 @@ def _daemon(folder: Path, rounds: int, loads: int, *flags: str, pace: float = 0.
         "--nvme-path", str(folder / "nvme"), "--nvme-limit", "512MiB", "--nvme-reserve", "0",
         "--arena-size", "256MiB",
     )  # fmt: skip
-    times = _Times([], [], 0.0)
+    times = _Times([], [])
     paces: list[float] = []
+    alone: list[float] = []
+    beside: list[float] = []
     with Daemon(None, "--config", pair.config("nvme", tier="nvme"), *common, *flags) as daemon:
         victim = Tenant(daemon.socket, pair.tokens[VICTIM], 1, CHUNK)
         try:
@@ -92,10 +98,31 @@ def _daemon(folder: Path, rounds: int, loads: int, *flags: str, pace: float = 0.
             for _ in range(rounds):
                 times.alone.extend(_loads(victim, loads))
                 with _neighbour(daemon.socket, pair.tokens[NEIGHBOUR], pace, paces):
-                    times.beside.extend(_loads(victim, loads))
+                    with _written(daemon, alone):
+                        time.sleep(START_S)
+                    with _written(daemon, beside):
+                        times.beside.extend(_loads(victim, loads))
         finally:
             victim.close()
-    return times._replace(pace=sum(paces) / len(paces))
+    return times._replace(pace=_mean(paces), written=_mean(beside), written_alone=_mean(alone))
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+@contextmanager
+def _written(daemon: Daemon, paces: list[float]) -> Iterator[None]:
+    """Adds how many of the neighbour's chunks a second were written down meanwhile."""
+
+    def count() -> int:
+        tenant = admin.stat()["tenants"].get(NEIGHBOUR, {})
+        return int(tenant.get("counters", {}).get("demotions", {}).get("written", 0))
+
+    with Client(daemon.socket, timeout_s=60, map_memory=False) as admin:
+        before, begun = count(), time.monotonic()
+        yield
+        paces.append((count() - before) / (time.monotonic() - begun))
 
 
 def _below(daemon: Daemon, tenant: Tenant) -> None:
@@ -195,7 +222,7 @@ def _bare(folder: Path, reads: int) -> dict[str, float]:
         finally:
             stop.set()
             writer.join(10)
-    times = _Times(alone, beside, 0.0)
+    times = _Times(alone, beside)
     return {"bare_p50_ratio": times.ratio(50), "bare_p99_ratio": times.ratio(99)}
 
 

@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 class Advice(NamedTuple):
     """One tier for one tenant (`EVERYBODY`: for all together). `now_bytes`: the room there is;
-    `reach_bytes`: of this tier and those above it together; `measured_pct`: hits so far."""
+    `reach_bytes`: of different chunks in this tier and those above; `measured_pct`: hits so far."""
 
     tier: str
     tenant: str
@@ -85,12 +85,32 @@ def advise(link: Link, output: Output) -> None:
 def advise_on(stat: Mapping[str, Any]) -> Iterator[Advice]:
     """Advice on every tier, for everybody and for each tenant, as far as the answer tells."""
     for curve in curves(stat):
-        reach = 0
+        apart = _apart(stat, curve.tenant)
+        rooms: list[int] = []
         for tier in stat.get("tiers", []):
             room = _room(stat, tier, curve.tenant)
             if room:
-                reach_before, reach = reach, max(reach, room)
-                yield _advice(stat, tier, curve, room, reach_before)
+                rooms.append(room)
+                yield _advice(stat, tier, curve, rooms, apart)
+
+
+def _apart(stat: Mapping[str, Any], tenant: str) -> float:
+    """Of all copies in all tiers the part that would be left with one of each chunk: what lies
+    below may lie above as well. 0 if the answer does not tell."""
+    tenants = stat.get("tenants") or {}
+    shown = tenants.values() if tenant == EVERYBODY else [tenants.get(tenant, {})]
+    chunks = copies = 0
+    for one in shown:
+        chunks += int(one.get("chunks") or 0) + int(one.get("chunks_below") or 0)
+        copies += sum(int(tier.get("chunks") or 0) for tier in (one.get("tiers") or {}).values())
+    return min(1.0, chunks / copies) if copies else 0.0
+
+
+def _reach(rooms: list[int], apart: float, more: int = 0) -> int:
+    """Bytes of different chunks that fit into a tier and those above it, the tier with so many
+    more: surely as many as into the largest."""
+    *above, room = rooms
+    return max(room + more, *above, int((sum(rooms) + more) * apart))
 
 
 def _room(stat: Mapping[str, Any], tier: Mapping[str, Any], tenant: str) -> int:
@@ -102,14 +122,14 @@ def _room(stat: Mapping[str, Any], tier: Mapping[str, Any], tenant: str) -> int:
 
 
 def _advice(
-    stat: Mapping[str, Any], tier: Mapping[str, Any], curve: Curve, room: int, above: int
+    stat: Mapping[str, Any], tier: Mapping[str, Any], curve: Curve, rooms: list[int], apart: float
 ) -> Advice:
-    # A chunk below may lie above as well, so the larger of both is what is surely reached.
-    reach = max(room, above)
+    room = rooms[-1]
+    reach = _reach(rooms, apart)
     now = curve.hit_pct(reach)
     margin = curve.margin_pct(reach)
     steps = tuple(
-        Step(more, curve.hit_pct(max(room + more, above)))
+        Step(more, curve.hit_pct(_reach(rooms, apart, more)))
         for more in (-(room // 2), *(int(room * part) for part in _MORE))
         if more
     )

@@ -488,9 +488,7 @@ def _metrics(book: Book) -> Text | None:
         return None
     state, since = told.get("state"), told.get("failing_since_unix_ns", 0)
     address = told.get("prometheus", "")
-    reads = _join(
-        f"at http://{clean(address)}/metrics" if address else "", _said("read", scraped)
-    )
+    reads = _join(f"at http://{clean(address)}/metrics" if address else "", _said("read", scraped))
     if state == "off":
         return reads if reads.plain else Text("not exported", style="dim")
     text = _join(
