@@ -293,14 +293,13 @@ class Leases:
         if not len(below):
             return b""
         tiers = np.zeros(asked, np.uint8)
-        first = chunks.np_cell[rows[below]].astype(np.int64)
-        found = np.zeros(len(below), np.int64)
-        for shard in shards:
-            cells = first + shard
-            numbers = store.ladder.sources(cells) + 1
-            numbers[store.cells.np_state[cells] == col.READY] = 0
-            np.maximum(found, numbers, out=found)
-        tiers[hits[below]] = found
+        for n in below.tolist():
+            first = chunks.cell[int(rows[n])]
+            for shard in shards:
+                if store.cells.state[first + shard] != col.READY:
+                    lower = store.ladder.source(first + shard)
+                    if lower is not None:
+                        tiers[hits[n]] = max(int(tiers[hits[n]]), lower.number + 1)
         return tiers.tobytes() if tiers.any() else b""
 
     def _why(

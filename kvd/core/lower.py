@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvd.core import columns as col
 from kvd.core.advice import Advice
@@ -113,14 +112,6 @@ class Ladder:
             if lower.state[cell] == READY and lower.readable and not lower.bit & tried:
                 return lower
         return None
-
-    def sources(self, cells: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The same for many: numbers of tiers, -1 where there is none."""
-        found = np.full(len(cells), -1, np.int64)
-        for lower in reversed(self.lowers):
-            if lower.readable:
-                found[lower.np_state[cells] == READY] = lower.number
-        return found
 
     def reachable(self, cell: int) -> bool:
         """Whether a shard can be delivered: from DRAM, or from below into a slot."""

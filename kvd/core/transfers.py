@@ -102,7 +102,8 @@ class Transfers:
         below = np.zeros(0, np.int64)
         if store.layered:
             below = np.flatnonzero(state == col.ABSENT)
-            below = below[store.ladder.sources(which[below]) >= 0]
+            source = store.ladder.source
+            below = below[[source(int(cell)) is not None for cell in which[below]]]
             outcomes[below] = Outcome.FAILED
         refs = self.refs(which[ok])
         self._count(lease, where, outcomes.reshape(len(where), -1))
