@@ -56,7 +56,9 @@ def flags(disk: Path, **more: str) -> list[str]:
 
 @pytest.fixture
 def daemon(disk: Path) -> Iterator[DaemonProcess]:
-    with DaemonProcess(arena_size="16MiB", args=flags(disk)) as process:
+    """A store waits for demotions as long as they take: a slow machine loses nothing by it."""
+    args = flags(disk, tiers_room_wait_s="20")
+    with DaemonProcess(arena_size="16MiB", args=args) as process:
         yield process
 
 
