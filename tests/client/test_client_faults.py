@@ -440,7 +440,7 @@ def test_a_refusal_is_everyones_answer_at_once(
         for call in calls:
             with pytest.raises(error, match=r"2\.0 and 1\.0"):
                 call.result()
-        assert time.monotonic() - begin < 1
+        assert time.monotonic() - begin < 15, "and not at the deadline"
         assert not fake.executed
         fake.attach_script = lambda request: None
         assert client.info().instance == fake.instance

@@ -18,7 +18,6 @@ from remote_kit import (
     OK,
     SIZE,
     chain,
-    counters,
     daemon,
     empty,
     flags,
@@ -381,4 +380,4 @@ def test_a_directory_that_can_not_be_used_stops_the_start(seaweed: Seaweed, tmp_
         assert directory(client)["state"] == "degraded"
         handle = client.register(spec())
         assert store(client, handle, chain("x", 3)) == [OK] * 3
-        assert counters(client)["chunks_asked"] >= 0
+        assert load(client, handle, chain("x", 3)) == [OK] * 3

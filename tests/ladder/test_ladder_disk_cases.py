@@ -148,8 +148,8 @@ FULL = """
 import subprocess, sys
 from pathlib import Path
 from remote_kit import *
-from kvd.chunk import HEADER_BYTES, Outcome
-from kvd.client import Client
+from kvd.chunk import Outcome
+from kvd.client import Client, Selector
 
 where = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(where)], check=True)
@@ -180,9 +180,16 @@ with daemon(*tiers) as process, Client(process.socket) as client:
     assert asked.get("no_space", 0) < 400, asked  # no busy loop
     hog.unlink()
     last = [chain(("last", n), 1) for n in range(30)]
-    for single in last:
-        assert store(client, handle, single) == [OK]
-    drain(client, "nvme")
+    keys = tuple(single[0] for single in last)
+
+    def kept():
+        for single in last:
+            assert store(client, handle, single)[0] in (OK, Outcome.EXISTS)
+        drain(client, "nvme")
+        rows = list(client.rows("chunks", Selector(keys=keys)))
+        return len(rows) == 30 and all("nvme" in row["tiers"] for row in rows)
+
+    until(kept, 30)
     empty(client, "dram")
     assert [load(client, handle, single)[0] for single in last] == [OK] * 30
     assert "Traceback" not in process.log

@@ -184,10 +184,8 @@ def test_a_killed_parent_is_dead_although_its_child_holds_the_connection(
     os.close(write)
     try:
         assert running.host.ended == []
-        begun = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         eventually(lambda: running.host.ended == [("w0", "process")])
-        assert time.monotonic() - begun < 1.5
     finally:
         os.waitpid(pid, 0)
         os.kill(child, signal.SIGKILL)

@@ -114,7 +114,7 @@ def test_a_slab_that_goes_to_larger_slots_leaves_no_hole_behind(small_tmpfs: Pat
         assert Outcome.OK in client.store_chunks(spec(size), keys, None, [bytes(size)] * 40)
         fill(small_tmpfs)
         transfer._slots.fresh()  # reads the generation of every old record
-        assert readable(client) >= 0
+        readable(client)
         assert daemon.stop() == 0
 
 
