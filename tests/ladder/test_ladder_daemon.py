@@ -50,6 +50,7 @@ def disk() -> Iterator[Path]:
 
 def flags(disk: Path, **more: str) -> list[str]:
     settings = {"nvme-path": str(disk / "tier"), "nvme-limit": "64MiB", "nvme-reserve": "0"}
+    settings["tiers-room-wait-s"] = "20"  # a busy machine drops nothing for want of time
     settings.update({name.replace("_", "-"): value for name, value in more.items()})
     return [part for name, value in settings.items() for part in (f"--{name}", value)]
 
