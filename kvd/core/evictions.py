@@ -65,6 +65,14 @@ class Evictions:
         self.settled: Callable[[int], bool] = self._clean  # it is where it would be demoted to
         self.lost: Callable[[int], None] = lambda row: None  # a chunk goes and is nowhere below
 
+    def free_slot(self, size: int, tenant: int) -> int:
+        """A slot that is free already, taken for a tenant, as a record number; NO_ROOM if there
+        is none that it may have."""
+        shares = self._store.shares
+        if shares.isolate and shares.dram.full(tenant, size):
+            return NO_ROOM
+        return self._take(size, tenant)
+
     def slot(self, size: int, tenant: int = NOBODY) -> Work[int]:
         """A slot of a class, taken for a tenant, as a record number; NO_ROOM if nothing can make
         room now, OVER_MAXIMUM if it is the tenant's maximum that can't be kept otherwise."""

@@ -306,6 +306,9 @@ class Reserves:
         tenant = write.space.tenant
         if session.write_bytes + size > self._write_cap or self._busy(tenant, size):
             return Outcome.OVER_QUOTA
+        record = self._evictions.free_slot(size, tenant)
+        if record >= 0:
+            return record
         record = yield from self._evictions.slot(size, tenant)
         if record < 0:
             return Outcome.OVER_QUOTA if record == OVER_MAXIMUM else Outcome.NO_SPACE
@@ -324,6 +327,8 @@ class Reserves:
     def _busy(self, tenant: int, size: int) -> bool:
         """Whether the tenant may not have so much more in flight. One slot it always may."""
         shares = self._store.shares
+        if not shares.rules_given:
+            return False
         room = shares.room_in_flight(tenant)
         return room is not None and size > room and shares.writing[tenant] > 0
 

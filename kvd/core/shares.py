@@ -195,6 +195,11 @@ class Shares:
         """Tenants with rules of their own."""
         return list(self._rules)
 
+    @property
+    def rules_given(self) -> bool:
+        """Whether there are any rules."""
+        return bool(self._rules)
+
     def rules(self, name: str) -> TenantRules:
         return self._rules.get(name, _NO_RULES)
 

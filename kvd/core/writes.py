@@ -18,6 +18,7 @@ from kvd.chunk import HeaderFlag, Outcome, SlotRef, State
 from kvd.core import columns as col
 from kvd.core.actions import OutcomesResult, PatchRecord
 from kvd.core.columns import NONE
+from kvd.core.counters import Counts
 from kvd.core.jobs import Pause, Work, spent
 from kvd.core.sessions import Session
 from kvd.core.slabs import DETACHED
@@ -162,7 +163,7 @@ class Writes:
                     self._condemn(write, item, "expired")
                 else:
                     digest = None if digests is None else digests[16 * n : 16 * n + 16]
-                    last = self._finish(write, item, digest)
+                    last = self._finish(write, item, digest, counts)
                     outcome = Outcome.OK
             if item is not None and outcome is Outcome.FAILED:
                 # too late, but by its commit the writer says that it has stopped
@@ -181,13 +182,12 @@ class Writes:
         self.drop_if_done(write)
         return OutcomesResult(bytes(outcomes))
 
-    def _finish(self, write: Write, item: Item, digest: bytes | None) -> int:
+    def _finish(self, write: Write, item: Item, digest: bytes | None, counts: Counts) -> int:
         """The shard becomes ready; its chunk's row."""
         store, space = self._store, write.space
         chunks, cells = store.chunks, store.cells
         cell = item.cell
         row = cells.chunk[cell]
-        counts = store.counters.tenant(space.namespace)
         self._release(write, item)
         cells.state[cell] = col.READY
         flags = None

@@ -48,7 +48,8 @@ from kvd.client import Client
 
 @pytest.fixture
 def on_s3(seaweed: Seaweed) -> Iterator[DaemonProcess]:
-    with daemon(*s3_flags(seaweed)) as process:
+    """A store waits for demotions as long as they take: a slow machine loses nothing by it."""
+    with daemon(*s3_flags(seaweed, tiers_room_wait_s=20)) as process:
         yield process
 
 
