@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -56,8 +57,12 @@ def slabs(disk: Path) -> list[Path]:
 
 
 def du(disk: Path) -> int:
-    """Bytes that the file system gave."""
-    return sum(file.lstat().st_blocks * 512 for file in (disk / "tier").iterdir())
+    """Bytes that the file system gave. A file may go while we look."""
+    total = 0
+    for file in (disk / "tier").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            total += file.lstat().st_blocks * 512
+    return total
 
 
 def read_back(client: Client, handle: Any, singles: list[list[bytes]]) -> list[Outcome]:
