@@ -35,9 +35,7 @@ class BreakerConfig(NamedTuple):
     def up_to(cls, max_pause_ns: int) -> BreakerConfig:
         """The usual one, with no pause longer than this."""
         usual = cls()
-        return usual._replace(
-            pause_ns=min(usual.pause_ns, max_pause_ns), max_pause_ns=max_pause_ns
-        )
+        return usual._replace(pause_ns=min(usual.pause_ns, max_pause_ns), max_pause_ns=max_pause_ns)
 
 
 DEFAULT = BreakerConfig()
