@@ -18,51 +18,44 @@ from kvd.chunk import KVSpec
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.adoption import Adoption
+from kvd.core.answers import Answers
 from kvd.core.checks import Checks
 from kvd.core.config import CoreConfig
 from kvd.core.demotions import Demotions
-from kvd.core.descents import Descent, Descents
+from kvd.core.descents import Descents
 from kvd.core.evictions import Evictions
 from kvd.core.fetches import Fetches
 from kvd.core.hints import Hints, check
 from kvd.core.jobs import Jobs, Pause, Work
-from kvd.core.leases import Lease, Leases, Unknown
+from kvd.core.leases import Leases, Unknown
 from kvd.core.listing import Listing
+from kvd.core.loads import Loads
 from kvd.core.lower import Lower
 from kvd.core.prefetches import Prefetches
 from kvd.core.recollection import Part, Recollection, parts
 from kvd.core.recovery import Found, Recovery
-from kvd.core.reserves import Request, Reserves
+from kvd.core.reserves import Reserves
 from kvd.core.reuses import Reuses
 from kvd.core.rooms import Rooms
 from kvd.core.scrubs import Scrubs
 from kvd.core.sealing import Seals
 from kvd.core.sessions import Session
-from kvd.core.shares import PUBLIC
-from kvd.core.spaces import Space
 from kvd.core.stats import Reading, read, shown
 from kvd.core.store import TOUCH_SLICE, Store
 from kvd.core.takeover import take_over
-from kvd.core.transfers import Transfer, Transfers, Waiter
+from kvd.core.tierevents import TierEvents
+from kvd.core.transfers import Transfers
 from kvd.core.writes import Write, Writes
 from kvd.errors import (
     AuthError,
-    BadKey,
     Busy,
-    ErrorCode,
     InternalError,
     KvdError,
     LimitExceeded,
-    ProtocolError,
     UnknownHandle,
 )
 from kvd.eviction.base import Policy
 
-# plain integers: arithmetic with enum members costs a microsecond on the hot path
-_LEASE, _LOAD = int(ev.LookupFlag.LEASE), int(ev.LookupFlag.LOAD)
-_EVERY = int(ev.LookupFlag.EVERY)
-_RESERVE_MISSES = int(ev.LookupFlag.RESERVE_MISSES)
-_PUBLIC = int(ev.LookupFlag.PUBLIC)
 _EXPIRE_SLICE = 64  # things that fall due looked at in one event
 _RETRY_S = 0.02  # a write takes about so long to be committed
 _TOUCH_LIMIT = 64  # deferred uses beyond which an event applies some itself
@@ -86,6 +79,7 @@ class Core:
         self._store = Store(config, policy(), [policy() for _ in config.tiers])
         self._checks = Checks(self._store)
         self._jobs = Jobs(self._store)
+        self._answers = Answers(self._store, self._jobs)
         self._evictions = Evictions(self._store, self._jobs)
         self._fetches = Fetches(self._store, self._jobs, self._evictions)
         self._descents = Descents(self._store, self._fetches)
@@ -108,6 +102,28 @@ class Core:
         self._adoption = Adoption(self._store, self._writes, self._jobs)
         self._recovery = Recovery(self._store, self._jobs, self._adoption)
         self._reuses = Reuses(config)
+        self._loads = Loads(
+            self._store,
+            self._answers,
+            self._checks,
+            self._leases,
+            self._transfers,
+            self._reserves,
+            self._prefetches,
+            self._reuses,
+        )
+        self._tiers = TierEvents(
+            self._store,
+            self._jobs,
+            self._answers,
+            self._checks,
+            self._fetches,
+            self._demotions,
+            self._descents,
+            self._rooms,
+            self._scrubs,
+            self._recovery,
+        )
         self._store.policy.begin_load = lambda: self._take_over(None)
         for lower in self._store.ladder.lowers:
             lower.policy.begin_load = partial(self._take_over, lower)
@@ -125,13 +141,13 @@ class Core:
             ev.Reserve: self._reserve,
             ev.Commit: self._commit,
             ev.Abort: self._abort,
-            ev.Lookup: self._lookup,
-            ev.Load: self._load,
-            ev.Prefetch: self._prefetch,
-            ev.Wait: self._wait,
-            ev.Cancel: self._cancel,
-            ev.Renew: self._renew,
-            ev.Release: self._release,
+            ev.Lookup: self._loads.lookup,
+            ev.Load: self._loads.load,
+            ev.Prefetch: self._loads.prefetch,
+            ev.Wait: self._loads.wait,
+            ev.Cancel: self._loads.cancel,
+            ev.Renew: self._loads.renew,
+            ev.Release: self._loads.release,
             ev.Evict: self._evict,
             ev.List: self._list,
             ev.Stat: self._stat,
@@ -140,13 +156,13 @@ class Core:
             ev.SealedMany: self._sealed_many,
             ev.Verified: lambda e: self._transfers.verified(e.record, e.generation, e.ok),
             ev.Copied: lambda e: self._evictions.reclass.copied(e.copy, e.ok),
-            ev.TierState: self._tier_state,
-            ev.TierWritten: self._tier_written,
-            ev.TierReadDone: self._tier_read,
-            ev.TierDeleted: self._tier_deleted,
-            ev.TierRecovered: self._tier_recovered,
+            ev.TierState: self._tiers.state,
+            ev.TierWritten: self._tiers.written,
+            ev.TierReadDone: self._tiers.read,
+            ev.TierDeleted: self._tiers.deleted,
+            ev.TierRecovered: self._tiers.recovered,
             ev.TierScrubbedTo: lambda e: self._scrubs.resume(e.tier, e.part),
-            ev.TierCommand: self._tier_command,
+            ev.TierCommand: self._tiers.command,
             ev.Tick: self._tick,
             ev.Drain: self._drain,
             ev.Remember: self._remember,
@@ -163,7 +179,7 @@ class Core:
             try:
                 self._handlers[type(event)](event)
             except KvdError as error:
-                self._refuse(event, error)
+                self._answers.refuse(event, error)
             if len(store.touches) > _TOUCH_LIMIT:
                 store.apply_touches(TOUCH_SLICE)
             if self._reuses.crowded():
@@ -176,7 +192,7 @@ class Core:
             self._seals.pump()
         except Exception as error:
             if hasattr(event, "request"):
-                self._give_up(event, error)
+                self._answers.give_up(event, error)
             raise CoreFault(event, store.out) from error
         return store.out
 
@@ -273,20 +289,8 @@ class Core:
         return self._store.timers.next()
 
     def unknown(self, event: ev.Lookup, tier: int) -> Unknown | None:
-        """Which keys of a lookup nobody here knows anything of, so that somebody else can be asked
-        whether they lie in a tier before the lookup is carried out. Changes nothing. None if the
-        tier can't be read now, or if the lookup will be refused."""
-        if not self._store.ladder.lowers[tier].readable:
-            return None
-        try:
-            session = self._checks.session(event.session)
-            space = self._checks.space(session, event.spec, event.kind)
-            shards = self._checks.shards(space, event.shards, self._checks.keys(event.hashes))
-        except KvdError:
-            return None
-        hashes = self._leases.unknown(space, event.hashes)
-        run = space.chained and not event.flags & _EVERY
-        return Unknown(space.namespace_digest, shards, hashes, run)
+        """As `Loads.unknown`."""
+        return self._loads.unknown(event, tier)
 
     @property
     def moving(self) -> int:
@@ -364,7 +368,7 @@ class Core:
             elif due.kind == "wait":
                 self._transfers.timed_out(due.number)
             elif due.kind == "tier":
-                self._tier_late(due.number)
+                self._tiers.late(due.number)
             elif due.kind == "scrub":
                 self._scrubs.due(due.number)
             elif due.kind == "prefetch":
@@ -421,81 +425,6 @@ class Core:
     def _draining(self, lower: Lower) -> Work[None]:
         yield from self._demotions.drains.begin(lower)
 
-    def _drain_tier(self, lower: Lower) -> Work[ac.TierResult]:
-        chunks = yield from self._demotions.drains.begin(lower)
-        return ac.TierResult(lower.writable, "" if lower.writable else "degraded", chunks)
-
-    # -- tiers below ----------------------------------------------------------------------------
-
-    def _tier_state(self, event: ev.TierState) -> None:
-        ladder = self._store.ladder
-        lower = ladder.lowers[event.tier]
-        lower.told_readable, lower.told_writable = event.readable, event.writable
-        ladder.refresh()
-        self._jobs.wake(Pause.DEMOTION)
-
-    def _tier_written(self, event: ev.TierWritten) -> None:
-        job = self._store.ladder.end(event.job)
-        if job is not None:
-            down = isinstance(job.owner, Descent)
-            done = self._descents.written if down else self._demotions.done
-            done(job, event.answer, event.at, event.generation, event.room, event.empty)
-
-    def _tier_read(self, event: ev.TierReadDone) -> None:
-        job = self._store.ladder.end(event.job)
-        if job is None:
-            return
-        if job.kind == "scrub":
-            fits = event.header is not None and self._fetches.fits(job.cell, event.header)
-            self._scrubs.done(job, event.answer, fits=fits)
-        elif job.kind == "descent":
-            self._descents.read(event.job, job, event.answer, event.header)
-        else:
-            self._fetches.done(job, event.answer, event.header)
-
-    def _tier_deleted(self, event: ev.TierDeleted) -> None:
-        job = self._store.ladder.end(event.job)
-        if job is not None:
-            self._store.counters.own["shards_deleted", event.answer.value] += 1
-            self._rooms.deleted(job)
-
-    def _tier_recovered(self, event: ev.TierRecovered) -> None:
-        lower = self._store.ladder.lowers[event.tier]
-        found = Found(lower, event.records, event.at, event.generation, event.hint)
-        self._jobs.start(self._recovery.slices(found))
-
-    def _tier_late(self, number: int) -> None:
-        """A job did not come back in time."""
-        job = self._store.ladder.late(number)
-        if job is None:
-            return
-        if job.kind == "read":
-            self._fetches.late(job)
-        elif job.kind == "write":
-            self._demotions.late(job)
-        elif job.kind == "delete":
-            self._rooms.late(job)
-
-    def _tier_command(self, event: ev.TierCommand) -> None:
-        session = self._checks.session(event.session)
-        if not session.admin:
-            raise AuthError("commands to tiers need the admin role")
-        lower = self._store.ladder.find(event.tier)
-        if lower is None:
-            known = ", ".join(low.name for low in self._store.ladder.lowers) or "none"
-            raise BadKey(f"tier {event.tier!r} is unknown: {known}")
-        if event.command == "drain":
-            self._start(event, self._drain_tier(lower))
-            return
-        if event.command == "scrub":
-            self._scrubs.ask(lower.number)
-            result = ac.TierResult(
-                lower.readable, "" if lower.readable else "degraded", lower.chunks
-            )
-        else:
-            raise BadKey(f"command {event.command!r} is unknown: probe, drain, scrub")
-        self._reply(event, result)
-
     # -- sessions -------------------------------------------------------------------------------
 
     def _open_session(self, event: ev.OpenSession) -> None:
@@ -538,45 +467,6 @@ class Core:
         self._adoption.lock_freed(event.public_id)
         self._leases.lower_horizon()
 
-    def _refuse(self, event: Any, error: KvdError) -> None:
-        if not hasattr(event, "request"):
-            raise error  # a fault of the server, not of a client
-        key = ("requests_refused", error.code.name.lower())
-        if key in self._store.counters.own:
-            self._store.counters.own[key] += 1
-        retry_ns = int(error.retry_after_s * 1e9) if isinstance(error, Busy) else 0
-        self._store.out.append(
-            ac.Fail(event.session, event.request, error.code, str(error), retry_ns)
-        )
-
-    def _give_up(self, event: Any, error: Exception) -> None:
-        """Answer a request that met a fault, unless it was answered before."""
-        told = (a for a in self._store.out if isinstance(a, ac.Reply | ac.Fail))
-        if not any(a.request is event.request for a in told):
-            message = f"unexpected {type(error).__name__} in the daemon"
-            failed = ac.Fail(event.session, event.request, ErrorCode.INTERNAL, message)
-            self._store.out.append(failed)
-
-    def _reply(self, event: Any, result: ac.Result) -> None:
-        self._store.out.append(ac.Reply(event.session, event.request, result))
-
-    def _start(self, event: Any, work: Work[Any]) -> None:
-        """Carry out work in slices and reply with its result."""
-
-        def job() -> Work[None]:
-            try:
-                result = yield from work
-            except KvdError as error:
-                self._refuse(event, error)
-                return
-            except Exception as error:  # it may be a Tick that met it, which nobody waits for
-                self._give_up(event, error)
-                raise
-            if self._store.sessions.get(event.session) is not None:
-                self._reply(event, result)
-
-        self._jobs.start(job())
-
     # -- stores ---------------------------------------------------------------------------------
 
     def _reserve(self, event: ev.Reserve) -> None:
@@ -602,7 +492,7 @@ class Core:
                 _RETRY_S,
             )
         self._reuses.note(space, event.hashes, self._store.now, stored=True)
-        self._start(event, self._reserves.reserve(session, ask))
+        self._answers.start(event, self._reserves.reserve(session, ask))
 
     def _write(self, event: ev.Commit | ev.Abort) -> tuple[Write, list[int]]:
         session = self._checks.session(event.session)
@@ -617,151 +507,11 @@ class Core:
         write, items = self._write(event)
         if event.digests is not None:
             self._checks.column("digests", event.digests, ev.DIGEST_BYTES, len(items))
-        self._start(event, self._writes.commit(write, items, event.digests))
+        self._answers.start(event, self._writes.commit(write, items, event.digests))
 
     def _abort(self, event: ev.Abort) -> None:
         write, items = self._write(event)
-        self._start(event, self._writes.abort(write, items))
-
-    # -- loads ----------------------------------------------------------------------------------
-
-    def _lookup(self, event: ev.Lookup) -> None:
-        session = self._checks.session(event.session)
-        space = self._checks.space(session, event.spec, event.kind)
-        count = self._checks.keys(event.hashes)
-        shards = self._checks.shards(space, event.shards, count)
-        if event.fingerprints is not None:
-            self._checks.column("fingerprints", event.fingerprints, ev.FINGERPRINT_BYTES, count)
-        flags = event.flags
-        if flags & _LOAD and not flags & _LEASE:
-            raise ProtocolError("a lookup that loads must lease: set both flags")
-        ask = None
-        if flags & _RESERVE_MISSES:
-            if event.fingerprints is None:
-                raise BadKey("a lookup that reserves its misses needs fingerprints")
-            ask = self._checks.request(
-                space,
-                shards,
-                event.hashes,
-                event.parent,
-                event.index0,
-                event.fingerprints,
-                None,
-                None,
-                0,
-                event.ttl,
-            )
-        if event.lease_ns < 0:
-            raise BadKey("lease_ns is below 0")
-        looked = self._leases.lookup(
-            session,
-            space,
-            shards,
-            event.hashes,
-            event.fingerprints,
-            flags,
-            event.lease_ns,
-            self._public(space, flags),
-        )
-        lease = looked.lease
-        if flags & _LEASE:
-            self._reuses.note(space, event.hashes, self._store.now)
-        load = None
-        if lease is not None and flags & _LOAD:
-            load = self._transfers.load(lease, None, shards)
-        number, expiry = (lease.number, lease.expiry) if lease is not None else (0, 0)
-        result = ac.LookupResult(
-            looked.outcomes, looked.leading, number, expiry, load, None, looked.tiers
-        )
-        if ask is None or looked.leading == count:
-            self._reply(event, result)
-            return
-        rest = self._rest(ask, event, looked.leading)
-        self._start(event, self._and_reserve(session, rest, result))
-
-    def _public(self, space: Space, flags: int) -> Space | None:
-        """Where a lookup goes on for keys that the own namespace does not have."""
-        asked = flags & _PUBLIC or self._store.shares.rules(space.namespace).public
-        if not asked or space.namespace == PUBLIC:
-            return None
-        return self._store.spaces.find(PUBLIC, space.digest, space.kind)
-
-    def _rest(self, ask: Request, event: ev.Lookup, leading: int) -> Request:
-        """The request for the keys behind the leading run."""
-        parent = event.parent
-        if leading and ask.space.chained:
-            parent = event.hashes[32 * (leading - 1) : 32 * leading]
-        return Request(
-            ask.space,
-            ask.shards,
-            event.hashes[32 * leading :],
-            parent,
-            event.index0 + leading,
-            ask.fingerprints[16 * leading :],
-            None,
-            None,
-            0,
-            ask.ttl,
-        )
-
-    def _and_reserve(
-        self, session: Session, ask: Request, result: ac.LookupResult
-    ) -> Work[ac.LookupResult]:
-        reserved = yield from self._reserves.reserve(session, ask)
-        return result._replace(reserved=reserved)
-
-    def _lease(self, event: ev.Load | ev.Renew | ev.Release) -> Lease:
-        lease = self._leases.find(self._checks.session(event.session), event.lease)
-        if lease is None:
-            raise UnknownHandle(f"lease {event.lease} is not valid now, or not this group's")
-        return lease
-
-    def _load(self, event: ev.Load) -> None:
-        lease = self._lease(event)
-        items = None if event.items is None else self._checks.items(event.items, len(lease.rows))
-        count = len(lease.rows) if items is None else len(items)
-        shards = self._checks.shards(lease.space, event.shards or lease.shards, count)
-        self._reply(event, self._transfers.load(lease, items, shards))
-
-    def _prefetch(self, event: ev.Prefetch) -> None:
-        session = self._checks.session(event.session)
-        space = self._checks.space(session, event.spec, event.kind)
-        shards = self._checks.shards(space, event.shards, self._checks.keys(event.hashes))
-        if event.within <= 0:
-            raise BadKey("within is not above 0")
-        self._start(event, self._prefetched(session, space, shards, event))
-
-    def _prefetched(
-        self, session: Session, space: Space, shards: tuple[int, ...], event: ev.Prefetch
-    ) -> Work[ac.OutcomesResult]:
-        asked = self._prefetches.ask(session, space, shards, event.hashes, event.within)
-        outcomes = yield from asked
-        return ac.OutcomesResult(outcomes)
-
-    def _transfer(self, event: ev.Wait | ev.Cancel) -> Transfer:
-        session = self._checks.session(event.session)
-        transfer = self._transfers.by_number.get(event.transfer)
-        if transfer is None or self._leases.find(session, transfer.lease.number) is None:
-            raise UnknownHandle(f"transfer {event.transfer} is not under way for this group")
-        return transfer
-
-    def _wait(self, event: ev.Wait) -> None:
-        transfer = self._transfer(event)
-        after = max(0, min(event.after, len(transfer.outcomes)))
-        waiter = Waiter(event.session, event.request, after, event.deadline)
-        self._transfers.wait(transfer, waiter)
-
-    def _cancel(self, event: ev.Cancel) -> None:
-        self._transfers.cancel(self._transfer(event))
-        self._reply(event, ac.DoneResult())
-
-    def _renew(self, event: ev.Renew) -> None:
-        expiry = self._leases.renew(self._lease(event), max(event.lease_ns, 0))
-        self._reply(event, ac.LeaseResult(expiry, 0))
-
-    def _release(self, event: ev.Release) -> None:
-        chunks = self._leases.end(self._lease(event), "released")
-        self._reply(event, ac.LeaseResult(0, chunks))
+        self._answers.start(event, self._writes.abort(write, items))
 
     # -- looking in -----------------------------------------------------------------------------
 
@@ -777,24 +527,26 @@ class Core:
         result = self._listing.evict(
             session, event.selector, event.dry_run, event.cursor, event.limit
         )
-        self._reply(event, result)
+        self._answers.reply(event, result)
 
     def _list(self, event: ev.List) -> None:
         session = self._allowed(event)
         page = self._listing.page(session, event.level, event.selector, event.cursor, event.limit)
-        self._reply(event, page)
+        self._answers.reply(event, page)
 
     def _stat(self, event: ev.Stat) -> None:
         session = self._checks.session(event.session)
         own = None if session.admin else session.namespace
-        self._reply(event, ac.StatResult({**self.stat(own), "namespace": session.namespace}))
+        self._answers.reply(
+            event, ac.StatResult({**self.stat(own), "namespace": session.namespace})
+        )
 
     def _hint(self, event: ev.Hint) -> None:
         session = self._checks.session(event.session)
         space = self._checks.space(session, event.spec, event.kind)
         self._checks.keys(event.hashes)
         check(event)
-        self._start(event, self._hints.take(session, space, event))
+        self._answers.start(event, self._hints.take(session, space, event))
 
     # -- specs ----------------------------------------------------------------------------------
 
@@ -811,4 +563,4 @@ class Core:
             )
         spaces.register(event.spec, session.namespace)
         self._recovery.known()
-        self._reply(event, ac.SpecResult(event.spec.digest))
+        self._answers.reply(event, ac.SpecResult(event.spec.digest))
