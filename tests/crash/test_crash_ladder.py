@@ -32,7 +32,7 @@ SEED = int(os.environ.get("CRASH_SEED", "0")) or time.time_ns() % 1_000_000
 SIZE = 64 * 1024
 LENGTH = 4  # chunks of a chain
 LOADED = 32  # chains that are loaded after each restart, of those that are there
-ARENA, LIMIT, FAR_LIMIT = 8 << 20, 24 << 20, 256 << 20
+ARENA, LIMIT, FAR_LIMIT = 8 << 20, 12 << 20, 256 << 20
 WRITERS = 3
 KEYS = {
     "AWS_ACCESS_KEY_ID": ACCESS,
