@@ -131,7 +131,7 @@ def _round_trips() -> Row:
 
 def _child(*arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "kvd.tools.gpu", *arguments],
+        [sys.executable, "-P", "-m", "kvd.tools.gpu", *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvd.tools.bench import machine
+from kvd.tools.bench.daemon import Daemon
 from kvd.tools.bench.echo import Echo
 from kvd.tools.bench.keys import chain, spec
 from kvd.tools.bench.layout import BLOCK, LAYERS, LAYOUTS, PAGE, Paged
@@ -23,6 +25,16 @@ def test_buffers_are_page_aligned_and_leave_nothing_behind(shared: bool) -> None
     buffer.fill(7)
     assert len(np.unique(buffer.array[:4096])) > 200
     buffer.close()
+
+
+def test_a_folder_with_our_name_is_not_taken_for_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever stands beside a clone has one."""
+    (tmp_path / "kvd").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Daemon(None, "--arena-size", "64MiB") as daemon:
+        assert daemon.cpu_s() > 0
 
 
 def test_a_percentile_is_a_value_that_was_measured() -> None:

@@ -49,7 +49,7 @@ class Daemon:
         environment = {name: at for name, at in os.environ.items() if not name.startswith("KVD_")}
         self._environment = environment
         self._command = [
-            sys.executable, "-m", "kvd.server.main",
+            sys.executable, "-P", "-m", "kvd.server.main",  # -P: not what lies in our folder
             "--socket", self.socket, "--instance", self._instance, *options,
         ]  # fmt: skip
         self.again()

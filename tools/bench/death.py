@@ -55,7 +55,7 @@ def _kill_one(socket: str, client: Client, size: int) -> tuple[float, int]:
     """Seconds from SIGKILL until all is free, and slot bytes that were held."""
     before = client.stat()["sessions"]
     holder = subprocess.Popen(
-        [sys.executable, "-c", _HOLDER, socket, str(size)],
+        [sys.executable, "-P", "-c", _HOLDER, socket, str(size)],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
     )  # fmt: skip
     try:

@@ -23,7 +23,7 @@ class Echo:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         endpoint = f"ipc://{path}"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvd.tools.bench.echo", endpoint],
+            [sys.executable, "-P", "-m", "kvd.tools.bench.echo", endpoint],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
         )

@@ -63,7 +63,8 @@ def measure(chunks: int) -> dict[str, Any]:
     code = (
         f"import json; from kvd.tools.bench.index import child; print(json.dumps(child({chunks})))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BenchError(f"the core failed at {chunks} chunks: {done.stderr.strip()[-400:]}")
     figures: dict[str, Any] = json.loads(done.stdout)

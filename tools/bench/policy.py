@@ -37,7 +37,7 @@ def run_policy(
 
 def measure(name: str, chunks: int) -> dict[str, Any]:
     """One policy in a process that does nothing else. BenchError if it fails."""
-    command = [sys.executable, "-m", "kvd.tools.simulate.cost", name, str(chunks)]
+    command = [sys.executable, "-P", "-m", "kvd.tools.simulate.cost", name, str(chunks)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BenchError(f"policy {name!r} failed: {done.stderr.strip()[-400:]}")

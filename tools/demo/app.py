@@ -81,7 +81,7 @@ def ask(
     model: Path, threads: int, questions: Sequence[str], socket: str | None = None
 ) -> list[Answer]:
     """Answers from one new process. AnswerFailed, with its words."""
-    command = [sys.executable, "-m", "kvd.tools.demo.answer", "--model", str(model)]
+    command = [sys.executable, "-P", "-m", "kvd.tools.demo.answer", "--model", str(model)]
     command += ["--threads", str(threads), *(["--socket", socket] if socket else []), *questions]
     # Threads that spin while they wait take the core from those that compute.
     environment = os.environ | {
@@ -193,7 +193,7 @@ def look(console: Console, socket: str) -> None:
     """What an operator sees."""
     for arguments in (["status"], ["inspect", "--limit", "8"]):
         console.print(f"\n[bold]$ kvd-cli {' '.join(arguments)}")
-        command = [sys.executable, "-m", "kvd.tools.cli", "--socket", socket, *arguments]
+        command = [sys.executable, "-P", "-m", "kvd.tools.cli", "--socket", socket, *arguments]
         subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
 
 

@@ -72,7 +72,7 @@ class Daemon:
 
     def start(self) -> None:
         """Start it and wait until it answers. DaemonFailed, with its words, if it doesn't."""
-        command = [sys.executable, "-m", "kvd.server.main", "--socket", self.socket]
+        command = [sys.executable, "-P", "-m", "kvd.server.main", "--socket", self.socket]
         command += ["--arena-path", str(self._arena), "--arena-size", self._arena_size]
         if "nvme" in self.tiers:
             command += ["--nvme-path", str(self._folder / "nvme"), "--nvme-limit", "2GiB"]
