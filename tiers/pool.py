@@ -326,9 +326,12 @@ class PooledTier(Tier):
         if not isinstance(done.job, Write) or done.answer not in _ROOM:
             return done
         length = done.job.header.length
-        done = done._replace(room=self.backend.room(length))
-        if done.answer is Answer.NO_SPACE:
-            done = done._replace(empty=self.backend.to_empty(length))
+        try:
+            done = done._replace(room=self.backend.room(length))
+            if done.answer is Answer.NO_SPACE:
+                done = done._replace(empty=self.backend.to_empty(length))
+        except Exception:  # it is advice; the write is what it is, and the worker lives on
+            log.exception("tier %s: how much room there is can't be told", self.name)
         return done
 
     def _probe(self, job: Job) -> None:

@@ -137,7 +137,7 @@ class Carrier:
                 elif isinstance(action, _RECORDS):
                     broken = error
                     if n and _freed(actions[n - 1], action):
-                        self._patch_record(actions[n - 1])
+                        self._free_after_all(actions[n - 1])
         if self._seals:
             self._submit_seals()
         if self._ladder is not None:
@@ -178,6 +178,14 @@ class Carrier:
             action.error,
             exc_info=action.fault,
         )
+
+    def _free_after_all(self, action: ac.PatchRecord) -> None:
+        """What was to replace this record could not be written: it must not stay as it was."""
+        try:
+            self._patch_record(action)
+        except Exception:  # the actions behind it still go
+            log.exception("action failed: PatchRecord")
+            self._counters.reason("faults", "action")
 
     # -- work for the threads -------------------------------------------------------------------
 

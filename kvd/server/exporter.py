@@ -61,10 +61,12 @@ class Exporter:
 
     @property
     def idle(self) -> bool:
-        """Whether it would take figures now. If not, that is a skipped export."""
-        if self._busy:
-            self._counts["skipped"] += 1
+        """Whether it would take figures now."""
         return not self._busy
+
+    def skip(self) -> None:
+        """An export was due, and it is not idle."""
+        self._counts["skipped"] += 1
 
     def take(self, figures: Figures) -> None:
         """Export these. Pre: idle."""

@@ -45,7 +45,9 @@ class Scrapes:
     def __init__(self, address: str) -> None:
         self.address = address
         self.asked = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._turn = threading.Lock()
+        self._turn = threading.Lock()  # whose it is to ask the loop
+        self._counting = threading.Lock()
+        self._closing = False
         self._answered = threading.Event()
         self._given: Figures | None = None
         self._last = 0.0
@@ -84,8 +86,11 @@ class Scrapes:
             self._server.shutdown()
             self._thread.join(JOIN_S)
         self._server.end()
-        os.close(self.asked)
-        self.asked = -1
+        self._closing = True
+        self._answered.set()  # whoever waits for the loop is told that it does not answer
+        with self._turn:  # nobody writes into a descriptor that may be another's by then
+            os.close(self.asked)
+            self.asked = -1
 
     # -- from a reader's thread -----------------------------------------------------------------
 
@@ -94,7 +99,7 @@ class Scrapes:
         with self._turn:
             time.sleep(max(0.0, self._last + PERIOD_S - time.monotonic()))
             self._answered.clear()
-            if self.asked < 0:
+            if self._closing:
                 return None
             os.eventfd_write(self.asked, 1)
             if not self._answered.wait(ANSWER_S):
@@ -104,7 +109,7 @@ class Scrapes:
             return _text_of(figures) if figures is not None else None
 
     def _count(self, result: str) -> None:
-        with self._turn:
+        with self._counting:
             self._counts[result] += 1
 
 

@@ -53,6 +53,8 @@ class Telemetry:
         assert self._exporter is not None and self._figures is not None
         if self._exporter.idle:
             self._exporter.take(self._figures())
+        else:
+            self._exporter.skip()
 
     def counted(self) -> dict[str, dict[str, int]]:
         """What it counts itself, of what there is."""

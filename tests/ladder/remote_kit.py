@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from daemon import DaemonProcess
+from fake_s3 import FakeS3
 from servers import ACCESS, SECRET, Seaweed
 
 from kvd.chunk import KVSpec, Outcome, ShardSpec
@@ -107,6 +108,12 @@ def flags(**settings: object) -> list[str]:
         for name, value in settings.items()
         for part in (f"--{name.replace('_', '-')}", str(value))
     ]
+
+
+def on_fake(fake: FakeS3, **more: object) -> list[str]:
+    return flags(
+        s3_endpoint=fake.endpoint, s3_bucket="bkt", s3_addressing="path", s3_limit="1GiB", **more
+    )
 
 
 def keys(access: str = ACCESS, secret: str = SECRET) -> dict[str, str]:

@@ -24,6 +24,7 @@ from remote_kit import (
     flags,
     healed,
     load,
+    on_fake,
     payload,
     spec,
     store,
@@ -35,19 +36,6 @@ from kvd.chunk import KVSpec, Outcome, ShardSpec
 from kvd.client import Client, Selector
 
 HAD = Outcome.EXISTS
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeS3]:
-    server = FakeS3()
-    yield server
-    server.close()
-
-
-def on_fake(fake: FakeS3, **more: object) -> list[str]:
-    return flags(
-        s3_endpoint=fake.endpoint, s3_bucket="bkt", s3_addressing="path", s3_limit="1GiB", **more
-    )
 
 
 @pytest.fixture

@@ -5,12 +5,11 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import numpy as np
-import pytest
 from fake_s3 import FakeS3, Request
 from remote_kit import (
     MISS,
@@ -23,6 +22,7 @@ from remote_kit import (
     empty,
     flags,
     load,
+    on_fake,
     payload,
     spec,
     store,
@@ -34,6 +34,8 @@ from kvd.chunk import Outcome
 from kvd.client import Client
 
 SENTINEL = 0x5A
+
+SLOW = {"s3_write": "through", "s3_read_s": 60}
 
 
 class Gate:
@@ -54,20 +56,6 @@ class Gate:
             self._fake.stalled.wait(60)
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeS3]:
-    server = FakeS3()
-    yield server
-    server.close()
-
-
-def on_fake(fake: FakeS3, **more: object) -> list[str]:
-    return flags(
-        s3_endpoint=fake.endpoint, s3_bucket="bkt", s3_addressing="path", s3_limit="1GiB",
-        s3_write="through", s3_read_s=60, **more,
-    )  # fmt: skip
-
-
 def test_neither_health_nor_lookups_wait_behind_those_who_wait_for_a_slow_tier(
     fake: FakeS3,
 ) -> None:
@@ -78,7 +66,7 @@ def test_neither_health_nor_lookups_wait_behind_those_who_wait_for_a_slow_tier(
     limits = flags(nvme_path=f"{disk}/tier", nvme_limit="64MiB", nvme_reserve=0)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, disk)
-        process = stack.enter_context(daemon(*on_fake(fake), *limits))
+        process = stack.enter_context(daemon(*on_fake(fake, **SLOW), *limits))
         client = stack.enter_context(Client(process.socket, timeout_s=20))
         handle = client.register(spec())
         store(client, handle, chain("remote", 16))
@@ -125,7 +113,7 @@ def test_a_load_ends_at_its_deadline_with_what_came_and_what_comes_later_harms_n
 ) -> None:
     """K156: of 16 chunks five come in time. The rest are no hits; nothing is written into the
     caller's buffers afterwards; what comes late is a hit of the next load."""
-    with daemon(*on_fake(fake)) as process, Client(process.socket) as client:
+    with daemon(*on_fake(fake, **SLOW)) as process, Client(process.socket) as client:
         handle = client.register(spec())
         hashes = chain("slow", 16)
         store(client, handle, hashes)

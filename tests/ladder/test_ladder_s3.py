@@ -32,6 +32,7 @@ from remote_kit import (
     keys,
     load,
     no_shm,
+    on_fake,
     payload,
     refused,
     s3_flags,
@@ -303,19 +304,6 @@ def test_what_lay_in_a_bucket_that_was_away_is_known_and_counted_when_it_is_back
                 assert load(client, handle, chain("kept", 6)) == [OK] * 6
     finally:
         own.stop()
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeS3]:
-    server = FakeS3()
-    yield server
-    server.close()
-
-
-def on_fake(fake: FakeS3, **more: object) -> list[str]:
-    return flags(
-        s3_endpoint=fake.endpoint, s3_bucket="bkt", s3_addressing="path", s3_limit="1GiB", **more
-    )
 
 
 PERMANENT = [

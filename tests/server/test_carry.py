@@ -60,9 +60,9 @@ def test_a_reply_behind_a_record_that_could_not_be_written_is_an_error() -> None
 class Table:
     """What was done to records, in order."""
 
-    def __init__(self, *, refuses: bool = False) -> None:
+    def __init__(self, *, refuses: bool = False, broken: bool = False) -> None:
         self.done: list[tuple[Any, ...]] = []
-        self._refuses = refuses
+        self._refuses, self._broken = refuses, broken
 
     def write_record(self, record: int, header: ChunkHeader) -> None:
         if self._refuses:
@@ -70,6 +70,8 @@ class Table:
         self.done.append(("write", record, header.state))
 
     def patch_record(self, record: int, *, state: Any, **more: Any) -> None:
+        if self._broken:
+            raise OSError("no memory behind the page")
         self.done.append(("patch", record, state))
 
 
@@ -99,6 +101,13 @@ def test_a_slot_whose_new_record_can_not_be_written_is_free_all_the_same() -> No
     made.feed(ev.Tick())
     assert table.done == [("patch", 3, State.FREE)]
     assert behind.failures == [ErrorCode.INTERNAL]
+
+
+def test_the_actions_behind_a_record_that_can_be_neither_written_nor_freed_still_go() -> None:
+    table, behind = Table(refuses=True, broken=True), Answers()
+    made, _ = carrier([*given_away(3, 3), ac.Reply(1, behind, ac.DoneResult())], table)
+    made.feed(ev.Tick())
+    assert (table.done, behind.failures) == ([], [ErrorCode.INTERNAL])
 
 
 def lookup(flags: int) -> ev.Lookup:

@@ -73,6 +73,7 @@ def exporter(sink: Sink) -> Iterator[Exporter]:
 
 def offer(exporter: Exporter, number: int) -> bool:
     if not exporter.idle:
+        exporter.skip()
         return False
     exporter.take(Stand(number))  # type: ignore[arg-type]
     return True

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import select
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +18,7 @@ from telemetry_kit import soon
 from kvd.client import Client
 from kvd.errors import ConfigError
 from kvd.server.config import load_config
+from kvd.server.scrape import Scrapes
 from kvd.telemetry import MetricKind
 from kvd.telemetry.exported import Exported, Point, Series, series
 from kvd.telemetry.text import CONTENT_TYPE, exposition
@@ -151,3 +155,30 @@ def test_an_address_that_can_not_be_one_is_refused(address: str) -> None:
 
 def test_a_version_6_address_is_one() -> None:
     assert load_config(flags={"telemetry.prometheus": "[::1]:9464"}, environ={}).prometheus
+
+
+def test_a_stop_does_not_wait_for_readers_whom_nobody_answers() -> None:
+    """The loop is where `close` runs: it answers nobody any more."""
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    scrapes = Scrapes(address)
+    scrapes.start()
+    answers: list[int] = []
+
+    def ask() -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):  # cut off by the stop
+            answers.append(get(int(address[10:]))[0])
+
+    reader = threading.Thread(target=ask)
+    reader.start()
+    soon(lambda: select.select([scrapes.asked], [], [], 0)[0] != [])
+    others = [socket.create_connection(("127.0.0.1", int(address[10:])), 10) for _ in range(9)]
+    try:
+        soon(lambda: scrapes.counted()["refused"] > 0)  # it is refused while the reader waits
+        assert answers == []
+        scrapes.close()
+        assert scrapes.asked == -1
+    finally:
+        for one in others:
+            one.close()
+        reader.join(10)
+    assert not reader.is_alive()
