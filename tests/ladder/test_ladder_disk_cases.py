@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from daemon import DaemonProcess
+from diskuse import on_disk
 from remote_kit import (
     MIB,
     OK,
@@ -57,12 +57,7 @@ def slabs(disk: Path) -> list[Path]:
 
 
 def du(disk: Path) -> int:
-    """Bytes that the file system gave. A file may go while we look."""
-    total = 0
-    for file in (disk / "tier").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            total += file.lstat().st_blocks * 512
-    return total
+    return on_disk(disk / "tier")
 
 
 def read_back(client: Client, handle: Any, singles: list[list[bytes]]) -> list[Outcome]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -16,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 from daemon import DaemonProcess
+from diskuse import on_disk
 
 from kvd.chunk import KVSpec, Outcome, ShardSpec
-from kvd.client import Client, Selector
+from kvd.client import Client, Selector, SpecHandle
 
 MIB = 1 << 20
 RANKS, MODELS = 8, 3
@@ -45,13 +45,21 @@ def keys(model: int) -> list[bytes]:
     return [hashlib.sha256(f"{model}/{n}".encode()).digest() for n in range(CHUNKS)]
 
 
-def on_disk(path: Path) -> int:
-    """Bytes that the file system gave, as `du` counts."""
-    total = 0
-    for file in path.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # it may go while we look
-            total += file.stat().st_blocks * 512 if file.is_file() else 0
-    return total
+def at_rest(
+    client: Client, handles: list[SpecHandle]
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Rows of the specs, and how many chunks are listed of each. The daemon goes on after the last
+    store: what is on its way down makes room there, and a chunk that was shown is not listed a
+    moment later. So both hold only if the rows are the same before and after."""
+    for _ in range(200):
+        before = list(client.rows("specs"))
+        listed = {
+            handle.digest.hex(): len(list(client.rows("chunks", Selector(spec=handle.digest))))
+            for handle in handles
+        }
+        if list(client.rows("specs")) == before:
+            return before, listed
+    raise AssertionError("the daemon never came to rest")
 
 
 def test_eight_ranks_of_three_models_stay_within_one_limit_a_tier(disk: Path) -> None:
@@ -68,8 +76,8 @@ def test_eight_ranks_of_three_models_stay_within_one_limit_a_tier(disk: Path) ->
             for row in client.stat()["tiers"]:
                 if row["used_bytes"] > row["limit_bytes"]:
                     over.append(f"{row['name']}: {row['used_bytes']} of {row['limit_bytes']}")
-            if on_disk(tier) > DISK:
-                over.append(f"du: {on_disk(tier)} of {DISK}")
+            if (now := on_disk(tier)) > DISK:
+                over.append(f"du: {now} of {DISK}")
 
     def rank(number: int) -> set[Outcome]:
         seen: set[Outcome] = set()
@@ -107,11 +115,8 @@ def test_eight_ranks_of_three_models_stay_within_one_limit_a_tier(disk: Path) ->
             assert on_disk(tier) <= DISK and told["nvme"]["chunks"] > 0
             size = os.stat(daemon.arena_base).st_size
             assert size == DRAM, "eight ranks share one arena"
-            shown = list(client.rows("specs"))
+            shown, listed = at_rest(client, handles)
             assert sorted(row["model"] for row in shown) == [f"model-{n}" for n in range(MODELS)]
-            for row, handle in zip(
-                sorted(shown, key=lambda row: row["model"]), handles, strict=True
-            ):
-                chunks = client.rows("chunks", Selector(spec=handle.digest))
+            for row in shown:
                 assert row["bytes"] <= DRAM + DISK
-                assert row["chunks"] == len(list(chunks))
+                assert row["chunks"] == listed[row["spec"]]
