@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.chunk import KVSpec
+from kvd.chunk import ChunkHeader, KVSpec
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.adoption import Adoption
@@ -291,6 +291,16 @@ class Core:
     def unknown(self, event: ev.Lookup, tier: int) -> Unknown | None:
         """As `Loads.unknown`."""
         return self._loads.unknown(event, tier)
+
+    def record(
+        self, tier: int, namespace_digest: bytes, spec: bytes, kind: int, key: bytes, shard: int
+    ) -> ChunkHeader | None:
+        """As `Ladder.record`, of the tier with that number."""
+        store = self._store
+        space = store.spaces.find_digest(namespace_digest, spec, kind)
+        if space is None:
+            return None
+        return store.ladder.record(store.ladder.lowers[tier], space, key, shard)
 
     @property
     def moving(self) -> int:

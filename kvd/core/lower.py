@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvd.chunk import ChunkHeader, State
 from kvd.core import columns as col
 from kvd.core.advice import Advice
-from kvd.core.columns import column
+from kvd.core.columns import NONE, column
 from kvd.core.config import TierConfig, WritePolicy, slot_size
 from kvd.core.shares import TierUse
 from kvd.eviction.base import Policy
 
 if TYPE_CHECKING:
+    from kvd.core.spaces import Space
     from kvd.core.store import Store
 
 ABSENT = 0
 READY = 1
+_NO_ID = bytes(16)
 
 
 class Lower:
@@ -159,6 +162,18 @@ class Ladder:
             or any(other.state[cell] == READY for other in others)
             for cell in range(first, first + shards)
         )
+
+    def record(self, lower: Lower, space: Space, key: bytes, shard: int) -> ChunkHeader | None:
+        """The record of a shard that lies in the tier, as far as anybody knows. None if it doesn't,
+        or if its digest isn't known here."""
+        store = self._store
+        row = space.get(key)
+        if row == NONE or store.chunks.cell[row] == NONE:
+            return None
+        cell = store.chunks.cell[row] + shard
+        if lower.state[cell] != READY or not store.cells.marks[cell] & col.SEALED:
+            return None
+        return store.header(cell, State.READY, 0, _NO_ID)
 
     def put(self, lower: Lower, cell: int, at: int, generation: int) -> None:
         """A shard lies in a tier from now on."""

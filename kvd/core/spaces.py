@@ -69,6 +69,7 @@ class Spaces:
         self.namespaces: dict[str, None] = {}
         self.version = 0  # rises when a spec or namespace is new
         self._numbers: dict[tuple[str, bytes, int], int] = {}
+        self._by_digest: dict[tuple[bytes, bytes, int], int] = {}  # the namespace's
         self.by_number: list[Space | None] = [None]
         self.salts = [0]
         self._queues: dict[tuple[str, tuple[int, ...], bool], int] = {}
@@ -101,6 +102,11 @@ class Spaces:
         number = self._numbers.get((namespace, spec, kind))
         return None if number is None else self.by_number[number]
 
+    def find_digest(self, namespace_digest: bytes, spec: bytes, kind: int) -> Space | None:
+        """The same by the digest of the namespace, as a record has it."""
+        number = self._by_digest.get((namespace_digest, spec, kind))
+        return None if number is None else self.by_number[number]
+
     def make(self, namespace: str, spec: bytes, kind: int) -> Space:
         """The space, new if need be. Pre: the spec is registered."""
         found = self.find(namespace, spec, kind)
@@ -116,6 +122,7 @@ class Spaces:
             self._queue(namespace, space.classes, True),
         )
         self._numbers[namespace, spec, kind] = number
+        self._by_digest[space.namespace_digest, spec, kind] = number
         self.known.add((namespace, spec))
         self.by_number.append(space)
         self.salts.append(space.salt)

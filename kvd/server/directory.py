@@ -3,8 +3,10 @@
 The law of this module: it is a hint. A lookup waits for it at most `wait_s`, and only for keys that
 are not known here; what it names is taken up like a record that was found in the bucket, so a read
 verifies it. What a read does not find there is unsaid, and what is used here stays said: a chunk
-that DRAM answers is not read from the bucket, and would be forgotten by the others. One thread
-talks to Redis; the loop never waits for it, and while it is away nothing is asked.
+that DRAM answers is not read from the bucket, and would be forgotten by the others. What is
+forgotten all the same is said again by the daemon that wrote it: it alone knows that it lies there
+still. One thread talks to Redis; the loop never waits for it, and while it is away nothing is
+asked.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -44,6 +47,8 @@ CLOSE_S = 2.0
 USES = 8  # how often in an entry's life its use is told at most
 USED = 16_384  # prompts whose use is known to be told; beyond, it may be told more often
 USES_WAITING = 256  # prompts whose use is still to be told; older ones have to come again
+LAPSED = 8192  # keys to be said again; older ones have to come again
+LAPSED_BATCH = 32  # in one turn of the loop
 _LEASE = int(ev.LookupFlag.LEASE)
 
 
@@ -55,23 +60,26 @@ class _News(NamedTuple):
     heal: bool = False
 
 
-class _Use(NamedTuple):
+class _Use:
     """What a lookup leased, or tried to."""
 
-    event: ev.Lookup
-    unknown: Unknown
+    __slots__ = ("_keys",)
 
-    def keys(self) -> list[t.Key]:
+    def __init__(self, event: ev.Lookup, unknown: Unknown) -> None:
+        self._keys = self._known(event, unknown)
+
+    def next(self) -> list[t.Key]:
+        """The keys to tell now; none at the end."""
+        return list(islice(self._keys, MOST))
+
+    def _known(self, event: ev.Lookup, unknown: Unknown) -> Iterator[t.Key]:
         """Those that something is known of here."""
-        event, unknown = self.event, self.unknown
         missing = set(unknown.hashes)
-        hashes = (event.hashes[at : at + 32] for at in range(0, len(event.hashes), 32))
-        known = (chunk for chunk in hashes if chunk not in missing)
-        return [
-            t.Key(event.kind, unknown.namespace_digest, event.spec, chunk, shard)
-            for chunk in known
-            for shard in unknown.shards
-        ]
+        for at in range(0, len(event.hashes), 32):
+            chunk = event.hashes[at : at + 32]
+            if chunk not in missing:
+                for shard in unknown.shards:
+                    yield t.Key(event.kind, unknown.namespace_digest, event.spec, chunk, shard)
 
 
 class _Question:
@@ -106,10 +114,19 @@ class _Question:
 
 
 class SharedDirectory:
-    """`tier`: the number below DRAM of the tier that it is about; `where`: its address."""
+    """`tier`: the number below DRAM of the tier that it is about; `where`: its address; `owns`:
+    whether what lies there under a key is of this daemon."""
 
-    def __init__(self, directory: Directory, tier: int, where: str, wait_s: float) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        tier: int,
+        where: str,
+        wait_s: float,
+        owns: Callable[[t.Key], bool],
+    ) -> None:
         self._directory = directory
+        self._owns = owns
         self._tier = tier
         self._where = where
         self._wait_ns = int(wait_s * NS)
@@ -120,12 +137,13 @@ class SharedDirectory:
         self._questions: deque[_Question] = deque()
         self._to_tell: deque[_News] = deque(maxlen=NEWS)
         self._to_touch: deque[_Use] = deque(maxlen=USES_WAITING)
-        self._used: set[tuple[bytes, bytes, int]] = set()  # this while
+        self._lapsed: deque[t.Key] = deque(maxlen=LAPSED)  # in use, ours, and told to nobody
+        self._used: set[tuple[bytes, bytes, bytes, int]] = set()  # this while
         self._used_until = 0  # ns
         self._answered: deque[_Question] = deque()
         self._closing = False
         self._waiting: dict[int, _Question] = {}  # of the loop's thread
-        self.counters = {"asked": 0, "chunks_found": 0, "given_up": 0}
+        self.counters = {"asked": 0, "chunks_found": 0, "given_up": 0, "renewed": 0}
         self._thread = threading.Thread(target=self._work, name="kvd-directory", daemon=True)
         self._thread.start()
 
@@ -139,7 +157,7 @@ class SharedDirectory:
         if unknown is None:
             return False
         if event.flags & _LEASE:
-            self._use(_Use(event, unknown))
+            self._use(event, unknown)
         if not unknown.hashes:
             return False
         question = _Question(event, unknown, time.monotonic_ns() + self._wait_ns)
@@ -150,23 +168,22 @@ class SharedDirectory:
             self._lock.notify()
         return True
 
-    def _use(self, use: _Use) -> None:
+    def _use(self, event: ev.Lookup, unknown: Unknown) -> None:
         """Have it told that these are in use, unless it was a little while ago."""
         now = time.monotonic_ns()
         if now >= self._used_until or len(self._used) >= USED:
             self._used.clear()
             self._used_until = now + self._directory.ttl_ns // USES
-        event = use.event
-        name = event.spec, event.hashes[-32:], len(event.hashes)
+        name = unknown.namespace_digest, event.spec, event.hashes[-32:], len(event.hashes)
         if name in self._used:
             return
         self._used.add(name)
         with self._lock:
-            self._to_touch.append(use)
+            self._to_touch.append(_Use(event, unknown))
             self._lock.notify()
 
     def hear(self) -> None:
-        """Take answers. Called when `news` is readable."""
+        """Take answers, and say again what was forgotten. Called when `news` is readable."""
         try:
             os.eventfd_read(self.news)
         except BlockingIOError:
@@ -175,9 +192,26 @@ class SharedDirectory:
             question = self._answered.popleft()
             if self._waiting.pop(id(question), None) is not None:
                 self._go_on(question)
+        self._renew()
+
+    def _renew(self) -> None:
+        """Some of what is used here and was forgotten is said again, if it lies there still. Never
+        so much that it pushes out other news."""
+        if not self._lapsed or len(self._to_tell) > NEWS // 2:
+            return
+        for _ in range(min(LAPSED_BATCH, len(self._lapsed))):
+            key = self._lapsed.popleft()
+            space = key.namespace, key.spec, key.kind
+            header = self.core.record(self._tier, *space, key.chunk, key.shard)
+            if header is not None:
+                self.counters["renewed"] += 1
+                self._say(_News(key, self._entry(header)))
+        if self._lapsed:
+            os.eventfd_write(self.news, 1)
 
     def watch(self, now: float = 0.0) -> None:
-        """Let lookups go on whose time is over."""
+        """Let lookups go on whose time is over, and what waited for the thread."""
+        self._renew()
         late = time.monotonic_ns()
         for question in [q for q in self._waiting.values() if q.due <= late]:
             del self._waiting[id(question)]
@@ -246,10 +280,11 @@ class SharedDirectory:
     # -- the thread -----------------------------------------------------------------------------
 
     def _work(self) -> None:
+        use: _Use | None = None
         while True:
             available = self._directory.available
             with self._lock:
-                waits = self._to_tell or self._to_touch
+                waits = self._to_tell or self._to_touch or use
                 if not (self._questions or self._closing or (available and waits)):
                     self._lock.wait(None if available else PROBE_S)
                 if self._closing and not (available and self._to_tell):
@@ -258,23 +293,40 @@ class SharedDirectory:
                 self._questions.clear()
                 batch = min(NEWS_BATCH, len(self._to_tell)) if available and not asked else 0
                 news = [self._to_tell.popleft() for _ in range(batch)]
-                touch = available and not asked and not news and bool(self._to_touch)
-                used = [self._to_touch.popleft()] if touch else []
+                if not available:
+                    use = None
+                elif use is None and self._to_touch:
+                    use = self._to_touch.popleft()
             try:
                 if not available:
-                    self._directory.ping()
+                    self._look_again()
                 self._answer(asked)
                 self._tell(news)
-                for use in used:
-                    self._directory.touch(use.keys())
+                if use is not None and not asked and not news and not self._touch(use):
+                    use = None
             except Exception:  # the boundary of a thread: whoever waits goes on without it
                 log.exception("the directory went wrong")
+                use = None
             if news and not self._directory.available:
                 self._keep(news)
             for question in asked:
                 self._answered.append(question)
             if asked and self.news >= 0:
                 os.eventfd_write(self.news, 1)
+
+    def _look_again(self) -> None:
+        """Is it back? Then it may have forgotten everything, so every use is told anew."""
+        if self._directory.ping():
+            self._used_until = 0
+
+    def _touch(self, use: _Use) -> bool:
+        """Tell some of a use. Whether there may be more."""
+        keys = use.next()
+        lapsed = [key for key in self._directory.touch(keys) if self._owns(key)]
+        self._lapsed.extend(lapsed)
+        if lapsed and self.news >= 0:
+            os.eventfd_write(self.news, 1)
+        return bool(keys)
 
     def _keep(self, news: list[_News]) -> None:
         """They could not be told now: when it is back."""

@@ -19,7 +19,7 @@ from kvd.errors import ConfigError
 from kvd.server.config import Config
 from kvd.server.files import check_file
 from kvd.tiers.backend import Backend
-from kvd.tiers.base import Completions, Tier
+from kvd.tiers.base import Completions, Key, Tier
 from kvd.tiers.breaker import BreakerConfig
 from kvd.tiers.pool import PoolConfig, PooledTier
 
@@ -43,6 +43,7 @@ class TierPlan(NamedTuple):
     make: Callable[[Completions], Tier]
     cursor: Path | None = None  # where its scrub notes how far it has got; None: beside the arena
     check: Callable[[], None] = lambda: None
+    owns: Callable[[Key], bool] = lambda key: False  # whether it is ours; from any thread
 
 
 def plan_tiers(config: Config) -> list[TierPlan]:
@@ -74,7 +75,7 @@ def plan_directory(config: Config, plans: list[TierPlan]) -> SharedDirectory | N
         raise
     tier = next(n for n, plan in enumerate(plans) if plan.config.name == "s3")
     where = f"s3://{config.s3_bucket}/{config.s3_prefix.strip('/')}"
-    return SharedDirectory(directory, tier, where, config.directory_wait_s)
+    return SharedDirectory(directory, tier, where, config.directory_wait_s, plans[tier].owns)
 
 
 def check_plans(config: Config, plans: list[TierPlan]) -> None:
@@ -285,4 +286,5 @@ def _s3(config: Config) -> TierPlan:
         workers,
         config.s3_scrub,
     )
-    return _pooled(config, known, lambda: S3Backend(settings), workers)
+    backend = S3Backend(settings)
+    return _pooled(config, known, lambda: backend, workers)._replace(owns=backend.owns)

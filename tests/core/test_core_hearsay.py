@@ -6,9 +6,10 @@ from typing import Any
 
 from world import KIB, LookupFlag, O, World, chain, spec
 
+from kvd.chunk import Kind
 from kvd.core import actions as ac
 from kvd.core import events as ev
-from kvd.core.config import TierConfig
+from kvd.core.config import TierConfig, WritePolicy
 
 ONE = spec("one", 28 * KIB)
 
@@ -93,3 +94,30 @@ def test_a_hint_for_a_spec_that_nobody_named_is_not_kept() -> None:
     it = world()
     it.handle(ev.TierRecovered(0, records, at, generation, hint=True))
     assert it.stat()["counters"]["records_waiting"] == 0
+
+
+def test_the_record_of_what_lies_in_the_tier_is_what_was_written_there() -> None:
+    it = World(
+        1024 * KIB, 64 * KIB, tiers=(TierConfig("s3", 4096 * KIB, policy=WritePolicy.THROUGH),)
+    )
+    client = it.open(admin=True)
+    client.register(ONE)
+    client.store(ONE, chain("a", 3))
+    it.settle()
+    written = {header.chunk: header for _, _, header, _ in it.shelves[0].there.values()}
+    assert written.keys() == set(chain("a", 3))
+    where = written[chain("a", 1)[0]].namespace_digest
+
+    def record(key: bytes) -> Any:
+        return it.core.record(0, where, ONE.digest, int(Kind.PREFIX), key, 0)
+
+    before = it.stat()
+    for key, header in written.items():
+        assert record(key) == header._replace(generation=0)
+    assert record(chain("b", 1)[0]) is None
+    assert it.core.record(0, bytes(32), ONE.digest, int(Kind.PREFIX), chain("a", 1)[0], 0) is None
+    assert it.stat() == before, "a question changes nothing"
+    last = chain("a", 3)[-1]
+    client.evict(ev.Selector(tier="s3", keys=(last,)))
+    it.settle()
+    assert record(last) is None and client.lookup(ONE, chain("a", 3)).leading == 3

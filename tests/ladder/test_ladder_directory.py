@@ -31,8 +31,9 @@ from remote_kit import (
 )
 from servers import Redis, Seaweed
 
-from kvd.client import Client
+from kvd.client import Client, Selector
 from kvd.errors import KvdError
+from kvd.server.directory import MOST
 from kvd.tiers.base import Key
 from kvd.tiers.redis import Directory, Entry, RedisConfig
 
@@ -194,6 +195,59 @@ def test_what_one_uses_from_its_memory_stays_known_to_the_other(two: Pair, both:
         assert a.lookup(handle, chain("hot", 6), lease=False).leading == 6
         assert b.lookup(b.register(spec()), chain("hot", 6), lease=False).leading == 6
         assert directory(a)["touched"] == 4, "once in a while is enough, and a look is no use"
+    redis.close()
+
+
+def test_what_was_forgotten_while_nobody_used_it_is_known_again_by_its_use(
+    two: Pair, both: Shared
+) -> None:
+    """Its entry ran out, or Redis lost it: the daemon that wrote it tells it again when it uses it
+    from its memory, however long the prompt is; and only what lies in the bucket still."""
+    redis = both.client()
+    with Client(two.a.socket) as a, Client(two.b.socket) as b:
+        count, size = 2 * MOST + 10, 4096
+        handle = a.register(spec(size))
+        hashes = chain("long", count)
+        assert store(a, handle, hashes, size) == [OK] * count
+        until(lambda: both.told() == count, 60)
+        for name in redis.scan_iter(f"{both.prefix}:d1:*", count=1000):
+            redis.pexpire(name, 1)
+        until(lambda: both.told() == 0)
+        theirs = b.register(spec(size))
+        assert b.lookup(theirs, hashes, lease=False).leading == 0
+
+        gone = chain("long", count + 1)[count - 1 : count]
+        a.evict(Selector(tier="s3", keys=tuple(gone)))
+        until(lambda: tier(a, "s3")["chunks"] == count - 1)
+        assert load(a, handle, hashes, size) == [OK] * count
+        assert tier(a, "s3")["bytes_read"] == 0
+        until(lambda: both.told() == count - 1)
+        assert directory(a)["renewed"] == count - 1
+        assert b.lookup(theirs, hashes, lease=False).leading == count - 1
+        assert load(b, theirs, hashes[:20], size) == [OK] * 20
+        assert load(a, handle, hashes, size) == [OK] * count
+        assert directory(a)["renewed"] == count - 1
+    redis.close()
+
+
+def test_what_another_wrote_is_not_told_again_by_who_only_uses_it(two: Pair, both: Shared) -> None:
+    """Whether it lies in the bucket still, only its owner knows."""
+    redis = both.client()
+    with Client(two.a.socket) as a, Client(two.b.socket) as b:
+        put(a, both, "theirs", 6)
+        handle = b.register(spec())
+        for _ in range(3):  # what was hit once only is read from the bucket again
+            assert load(b, handle, chain("theirs", 6)) == [OK] * 6
+        put(b, both, "own", 1)
+        read = tier(b, "s3")["bytes_read"]
+        redis.flushdb()
+        assert load(b, handle, chain("theirs", 5)) == [OK] * 5
+        assert load(b, handle, chain("own", 1)) == [OK]
+        until(lambda: directory(b)["renewed"] == 1)
+        assert tier(b, "s3")["bytes_read"] == read
+        assert both.told() == 1, "uses are told in their order: the others were before"
+        assert load(a, a.register(spec()), chain("theirs", 5)) == [OK] * 5
+        until(lambda: both.told() == 6)
     redis.close()
 
 

@@ -53,17 +53,21 @@ def test_a_missing_bucket_is_refused_at_start(config: S3Config) -> None:
 
 
 def test_two_daemons_share_a_bucket(config: S3Config) -> None:
-    one = Rig(S3Backend(config), "s3", CONFIG).start()
-    two = Rig(S3Backend(config._replace(installation="two")), "s3", CONFIG).start()
+    first, second = S3Backend(config), S3Backend(config._replace(installation="two"))
+    one = Rig(first, "s3", CONFIG).start()
+    two = Rig(second, "s3", CONFIG).start()
     chunk = Chunk(1, 300_000)
+    assert not first.owns(chunk.key)
     assert one.one(chunk.write()).answer is Answer.OK
     assert two.one(chunk.write()).answer is Answer.EXISTS
+    assert first.owns(chunk.key) and not second.owns(chunk.key)
     job = chunk.read()
     assert two.one(job).answer is Answer.OK and bytes(job.into) == bytes(chunk.memory)
     assert two.one(chunk.delete()).answer is Answer.MISS
     assert one.one(chunk.read()).answer is Answer.OK
     assert one.one(chunk.delete()).answer is Answer.OK
     assert two.one(chunk.read()).answer is Answer.MISS
+    assert not first.owns(chunk.key)
     one.close()
     two.close()
 

@@ -134,18 +134,19 @@ class Directory:
         self.counters["told" if done else "untold"] += len(entries)
         return bool(done)
 
-    def touch(self, keys: Sequence[Key]) -> None:
-        """These are in use: what is told of them lives as if it were told now. What is not known
-        here stays so."""
+    def touch(self, keys: Sequence[Key]) -> list[Key]:
+        """These are in use: what is told of them lives as if it were told now. Returns those that
+        nothing is told of, or not any more; none if it can't be asked."""
 
-        def run() -> int:
+        def run() -> list[bool]:
             with self._client.pipeline(transaction=False) as pipe:
                 for key in keys:
                     pipe.pexpire(self._name(key), self._ttl_ms)
-                return sum(map(bool, pipe.execute()))
+                return [bool(there) for there in pipe.execute()]
 
-        if keys:
-            self.counters["touched"] += self._ask("PEXPIRE", run, default=0)
+        there = self._ask("PEXPIRE", run, default=[]) if keys else []
+        self.counters["touched"] += sum(there)
+        return [key for key, told in zip(keys, there, strict=False) if not told]
 
     def find(self, keys: Sequence[Key], where: str | None = None) -> list[Entry | None]:
         """Who has it, if anybody is known to (`where`: there): another's entry before our own.

@@ -527,6 +527,12 @@ class S3Backend(Backend):
                     self._forget(name)
         return refused
 
+    def owns(self, key: Key) -> bool:
+        """Whether this installation wrote the object and has not deleted it. From any thread."""
+        name = name_of(self._config.prefix, key)
+        with self._lock:
+            return name in self._mine
+
     def _vanished(self, name: str) -> None:
         with self._lock:
             if name in self._mine:
