@@ -23,8 +23,10 @@ def test_all_figures_are_there_and_nothing_is_left_on_the_disk(tmp_path: Path) -
     told = json.loads(done.stdout)
     assert set(told) == {
         "nvme", "s3", "first_chunk_ratio", "warm_start", "lookup_p99_ratio_under_demotion",
-        "slow_tier_p99_ratio",
+        "slow_tier_p99_ratio", "storm",
     }  # fmt: skip
+    assert told["lookup_p99_ratio_under_demotion"] == told["storm"]["p99_ratio"]
+    assert all(value > 0 for value in told["storm"].values())
     row = told["nvme"][0]
     assert row["chunk_bytes"] == 4 << 20 and row["engine"]
     assert all(row[name] > 0 for name in ("limit_write_gbps", "write_ratio", "read_ratio"))

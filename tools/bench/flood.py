@@ -9,21 +9,19 @@ with O_DIRECT beside bare writes (what the disk does).
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from mmap import mmap
-from multiprocessing.synchronize import Event
 from pathlib import Path
-from queue import Empty
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvd.client import Client, Selector
+from kvd.tools.bench.beside import Event, beside
 from kvd.tools.bench.daemon import BenchError, Daemon
 from kvd.tools.bench.tenants import NEIGHBOUR, VICTIM, Pair, Tenant
 
@@ -32,7 +30,6 @@ CHUNK = 1 << 20
 BATCH = 16  # chunks of one store of the flood
 PAUSE_S = 0.002  # between two loads: the tier is idle in between
 START_S = 1.0  # until the flood has filled what it can
-_SPAWN = multiprocessing.get_context("spawn")
 
 
 class _Times(NamedTuple):
@@ -88,8 +85,8 @@ def _daemon(folder: Path, rounds: int, loads: int, *flags: str, pace: float = 0.
     )  # fmt: skip
     times = _Times([], [])
     paces: list[float] = []
-    alone: list[float] = []
-    beside: list[float] = []
+    without: list[float] = []
+    within: list[float] = []
     with Daemon(None, "--config", pair.config("nvme", tier="nvme"), *common, *flags) as daemon:
         victim = Tenant(daemon.socket, pair.tokens[VICTIM], 1, CHUNK)
         try:
@@ -97,14 +94,17 @@ def _daemon(folder: Path, rounds: int, loads: int, *flags: str, pace: float = 0.
             _loads(victim, loads // 4)  # the first ones are not like the others
             for _ in range(rounds):
                 times.alone.extend(_loads(victim, loads))
-                with _neighbour(daemon.socket, pair.tokens[NEIGHBOUR], pace, paces):
-                    with _written(daemon, alone):
+                neighbour = daemon.socket, pair.tokens[NEIGHBOUR], pace
+                with beside(_store, *neighbour) as reached:
+                    time.sleep(START_S)
+                    with _written(daemon, without):
                         time.sleep(START_S)
-                    with _written(daemon, beside):
+                    with _written(daemon, within):
                         times.beside.extend(_loads(victim, loads))
+                paces += reached
         finally:
             victim.close()
-    return times._replace(pace=_mean(paces), written=_mean(beside), written_alone=_mean(alone))
+    return times._replace(pace=_mean(paces), written=_mean(within), written_alone=_mean(without))
 
 
 def _mean(values: list[float]) -> float:
@@ -159,48 +159,21 @@ def _loads(tenant: Tenant, count: int) -> list[float]:
     return took
 
 
-@contextmanager
-def _neighbour(socket: str, token: bytes, pace: float, paces: list[float]) -> Iterator[None]:
-    """It stores as much as it can, or at a pace; adds what it reached to `paces`."""
-    stop, told = _SPAWN.Event(), _SPAWN.Queue()
-    process = _SPAWN.Process(target=_store, args=(socket, token, pace, stop, told), daemon=True)
-    process.start()
-    try:
-        if told.get(timeout=60) != "begun":
-            raise BenchError("the neighbour did not begin")
-        time.sleep(START_S)
-        yield
-        stop.set()
-        said = told.get(timeout=60)
-        if not isinstance(said, float):
-            raise BenchError(f"the neighbour ended: {said}")
-        paces.append(said)
-    except Empty:
-        raise BenchError("the neighbour does not answer") from None
-    finally:
-        stop.set()
-        process.join(10)
-        if process.is_alive():
-            process.kill()
-
-
-def _store(socket: str, token: bytes, pace: float, stop: Event, told: Any) -> None:
-    """The neighbour's process. Tells "begun", then its pace, or what went wrong."""
-    try:
-        tenant = Tenant(socket, token, 2, CHUNK)
-        first = made = time.time_ns() >> 10 << 8  # chunks that nobody stored before
-        told.put("begun")
-        begun = time.monotonic()
-        while not stop.is_set():
-            tenant.ask(np.arange(made, made + BATCH))
-            made += BATCH
-            early = (made - first) / pace - (time.monotonic() - begun) if pace else 0.0
-            if early > 0:
-                time.sleep(early)
-        told.put((made - first) / (time.monotonic() - begun))
-        tenant.close()
-    except Exception as error:  # noqa: BLE001 - told by whoever waits for the process
-        told.put(f"{type(error).__name__}: {error}")
+def _store(stop: Event, begun: Callable[[], None], socket: str, token: bytes, pace: float) -> float:
+    """The neighbour: it stores as much as it can, or at a pace. Chunks a second."""
+    tenant = Tenant(socket, token, 2, CHUNK)
+    first = made = time.time_ns() >> 10 << 8  # chunks that nobody stored before
+    begun()
+    since = time.monotonic()
+    while not stop.is_set():
+        tenant.ask(np.arange(made, made + BATCH))
+        made += BATCH
+        early = (made - first) / pace - (time.monotonic() - since) if pace else 0.0
+        if early > 0:
+            time.sleep(early)
+    took = time.monotonic() - since
+    tenant.close()
+    return (made - first) / took
 
 
 # -- the disk alone -------------------------------------------------------------------------------
@@ -212,17 +185,10 @@ def _bare(folder: Path, reads: int) -> dict[str, float]:
         source, target = Path(directory, "read"), Path(directory, "written")
         for path in (source, target):
             _fill(path)
-        alone = _reads(source, reads)
-        stop = _SPAWN.Event()
-        writer = _SPAWN.Process(target=_write, args=(target, stop), daemon=True)
-        writer.start()
-        try:
+        times = _Times(_reads(source, reads), [])
+        with beside(_write, str(target)):
             time.sleep(START_S)
-            beside = _reads(source, reads)
-        finally:
-            stop.set()
-            writer.join(10)
-    times = _Times(alone, beside)
+            times.beside.extend(_reads(source, reads))
     return {"bare_p50_ratio": times.ratio(50), "bare_p99_ratio": times.ratio(99)}
 
 
@@ -252,13 +218,15 @@ def _reads(path: Path, count: int) -> list[float]:
     return took
 
 
-def _write(path: Path, stop: Event) -> None:
-    """The writer's process."""
+def _write(stop: Event, begun: Callable[[], None], path: str) -> float:
+    """The writer. Chunks a second."""
     fd = os.open(path, os.O_RDWR | os.O_DIRECT)
     memory = mmap(-1, CHUNK)
     memory.write(os.urandom(CHUNK))
-    n = 0
+    begun()
+    n, since = 0, time.monotonic()
     while not stop.is_set():
         os.pwritev(fd, [memory], n % LOADED * CHUNK)
         n += 1
     os.close(fd)
+    return n / (time.monotonic() - since)

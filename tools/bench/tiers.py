@@ -10,7 +10,6 @@ import os
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,11 +30,13 @@ from kvd.tiers.pool import PoolConfig, PooledTier
 from kvd.tools.bench.daemon import BenchError, Daemon
 from kvd.tools.bench.machine import busy
 from kvd.tools.bench.s3 import run_s3
+from kvd.tools.bench.storm import run_storm
 
 MIB = 1 << 20
 DEPTH = 4  # reads or writes at a time
 ROUNDS = 5
 FIRSTS = 15
+SLOW_JOBS = 5  # of the slow tier in one round: two more than run there at a time
 
 
 def run_tiers(directory: str | None, *, quick: bool = False) -> dict[str, Any]:
@@ -44,12 +45,15 @@ def run_tiers(directory: str | None, *, quick: bool = False) -> dict[str, Any]:
         sizes = (4 * MIB,) if quick else (4 * MIB, 32 * MIB)
         total = 64 * MIB if quick else 512 * MIB
         nvme = [_nvme(folder, size, max(DEPTH, total // size)) for size in sizes]
+        busy("lookups under demotion")
+        storm = run_storm(folder, quick=quick)
         return {
             "nvme": nvme,
             "s3": run_s3(folder, sizes, total // 4, rounds=2 if quick else 5),
             "first_chunk_ratio": _first_chunk(folder, quick=quick),
             "warm_start": _warm_start(folder, 20_000 if quick else 1_000_000),
-            "lookup_p99_ratio_under_demotion": _under_demotion(folder, quick=quick),
+            "lookup_p99_ratio_under_demotion": storm["p99_ratio"],
+            "storm": storm,
             "slow_tier_p99_ratio": _slow_tier(folder, quick=quick),
         }
 
@@ -324,76 +328,41 @@ def _put_many(
         backend.close()
 
 
-def _under_demotion(folder: Path, *, quick: bool) -> float:
-    """p99 of lookups in DRAM while NVMe is saturated with demotions, over p99 when all is quiet."""
-    busy("lookups under demotion")
-    size, seconds = MIB, 2.0 if quick else 10.0
-    flags = (
-        "--nvme-path", str(folder / "busy"), "--nvme-limit", "2GiB", "--nvme-reserve", "0",
-        "--arena-size", "256MiB",
-    )  # fmt: skip
-    with Daemon(None, *flags) as daemon, Client(daemon.socket, timeout_s=30) as client:
-        handle = client.register(_spec(size))
-        hot = _keys(32)
-        data = np.random.default_rng(7).integers(0, 256, size, np.uint8)
-        client.store_chunks(handle, hot, None, [data] * 32)
-        stop = threading.Event()
-
-        def storm() -> None:
-            with Client(daemon.socket, timeout_s=30) as other:
-                again = other.register(_spec(size))
-                for n in range(1_000_000):
-                    if stop.is_set():
-                        return
-                    other.store_chunks(again, _keys(16, 100 + n), None, [data] * 16, timeout_s=30)
-
-        quiet = _p99(client, handle, hot, seconds)
-        thread = threading.Thread(target=storm)
-        thread.start()
-        try:
-            _until(lambda: client.stat()["counters"]["demotions"]["written"] > 0)
-            loud = _p99(client, handle, hot, seconds)
-        finally:
-            stop.set()
-            thread.join()
-    return loud / quiet
-
-
-def _p99(client: Client, handle: Any, keys: list[bytes], seconds: float) -> float:
-    took = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        begun = time.perf_counter()
-        client.lookup(handle, keys, lease=True).__exit__(None, None, None)
-        took.append(time.perf_counter() - begun)
-        time.sleep(0.001)
-    return float(np.percentile(took, 99))
-
-
 def _slow_tier(folder: Path, *, quick: bool) -> float:
-    """p99 of NVMe reads beside a tier that takes 2 s a request, over p99 without it."""
+    """p99 of NVMe reads beside a tier that takes 2 s a request, over p99 without it: in turns, for
+    the machine is not the same from one second to the next."""
     busy("a slow tier beside nvme")
+    rounds, reads = (1, 100) if quick else (6, 250)
     rig = _Rig(folder / "beside", MIB, 32)
     faults = Faults()
     faults.add("put", Fault.LATENCY, seconds=2.0)
     slow = PooledTier("slow", FaultyBackend(MemoryBackend(1 << 30), faults), t.Completions())
     slow.start()
+    alone: list[float] = []
+    beside: list[float] = []
     try:
         rig.write()
-        _read_p99(rig, quick=True)  # the first reads are not like the others
-        alone = _read_p99(rig, quick=quick)
-        slow.submit([t.Write(n, h, rig.view(n)) for n, h in enumerate(rig.headers)])
-        beside = _read_p99(rig, quick=quick)
+        _reads(rig, 100)  # the first ones are not like the others
+        for n in range(rounds):
+            alone += _reads(rig, reads)
+            first = SLOW_JOBS * n % rig.count
+            some = range(first, min(first + SLOW_JOBS, rig.count))
+            slow.submit([t.Write(k, rig.headers[k], rig.view(k)) for k in some])
+            beside += _reads(rig, reads)
+            if not slow.stat().pending:
+                raise BenchError("the slow tier was done before the reads beside it")
+            _until(lambda: not slow.stat().pending)
     finally:
         rig.close()
         slow.close()
-    return beside / alone
+    return float(np.percentile(beside, 99) / np.percentile(alone, 99))
 
 
-def _read_p99(rig: _Rig, *, quick: bool) -> float:
+def _reads(rig: _Rig, count: int) -> list[float]:
+    """Seconds of each."""
     took = []
-    for n in range(100 if quick else 500):
+    for n in range(count):
         which = n % rig.count
         key = t.Key.of(rig.headers[which])
         took.append(rig.run([t.Read(which, key, rig.places[which], rig.view(which))])[0])
-    return float(np.percentile(took, 99))
+    return took
