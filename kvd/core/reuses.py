@@ -19,7 +19,7 @@ from kvd.core.spaces import Space
 from kvd.eviction.distances import SAMPLES, Distances
 
 TENANTS = 32
-SLICE = 256  # keys looked at in one slice
+SLICE = 64  # keys looked at in one slice: a lookup that comes meanwhile waits for it
 HALF_LIFE_S = 6 * 3600.0
 _TENANT_SAMPLES = 2048
 _RATE = 0.25  # of all keys, followed at first: a request of many must not cost much at the start
