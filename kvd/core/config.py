@@ -56,6 +56,7 @@ class CoreConfig:
     lease_max_ns: int = 600 * SECOND_NS
     ttl_default_ns: int = 30 * SECOND_NS
     ttl_max_ns: int = 600 * SECOND_NS
+    apart: int | None = None  # tenants that have rows of their own in a stat; None: all
     max_keys: int = 4096
     max_results: int = 16384
     max_specs: int = 4096

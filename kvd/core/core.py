@@ -26,7 +26,7 @@ from kvd.core.descents import Descents
 from kvd.core.evictions import Evictions
 from kvd.core.fetches import Fetches
 from kvd.core.hints import Hints, check
-from kvd.core.jobs import Jobs, Pause, Work
+from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.leases import Leases, Unknown
 from kvd.core.listing import Listing
 from kvd.core.loads import Loads
@@ -40,7 +40,7 @@ from kvd.core.rooms import Rooms
 from kvd.core.scrubs import Scrubs
 from kvd.core.sealing import Seals
 from kvd.core.sessions import Session
-from kvd.core.stats import Reading, read, shown
+from kvd.core.stats import Reading, known, read, rows, shown, work_out
 from kvd.core.store import TOUCH_SLICE, Store
 from kvd.core.takeover import take_over
 from kvd.core.tierevents import TierEvents
@@ -323,14 +323,18 @@ class Core:
         return list(self._store.spaces.namespaces)
 
     @property
-    def tenants(self) -> list[str]:
-        """Namespaces with rules or chunks, in the order in which they came."""
-        return self._store.shares.names[1:]
-
-    @property
     def registry_version(self) -> int:
         """Rises whenever `specs` or `namespaces` grow."""
         return self._store.spaces.version
+
+    @property
+    def tenants(self) -> list[str]:
+        """Namespaces that have rules or chunks, or asked for something, in their order."""
+        return known(self._store)
+
+    def tenant_rows(self, names: list[str], *, own: bool) -> dict[str, Any]:
+        """What `stat` shows of these tenants; `own`: to one of them itself."""
+        return rows(self._store, names, own=own)
 
     def stat(self, namespace: str | None = None) -> dict[str, Any]:
         """Sections of plain values; with a namespace, only its own tenant's."""
@@ -547,9 +551,22 @@ class Core:
     def _stat(self, event: ev.Stat) -> None:
         session = self._checks.session(event.session)
         own = None if session.admin else session.namespace
-        self._answers.reply(
-            event, ac.StatResult({**self.stat(own), "namespace": session.namespace})
-        )
+        self._answers.start(event, self._told(session, own))
+
+    def _told(self, session: Session, namespace: str | None) -> Work[ac.StatResult]:
+        """All numbers are of the moment in which it was asked, whenever they are worked out."""
+        store = self._store
+        reading, reuse = self.reading(namespace), self._reuses.stat(namespace)
+        slices = work_out(reading, store.config.apart)
+        units = len(reading.counts) // 8  # the copy
+        while True:
+            if spent(store, units):
+                yield Pause.SLICE
+            try:
+                units = next(slices)
+            except StopIteration as done:
+                stat = {**done.value, "reuse": reuse, "namespace": session.namespace}
+                return ac.StatResult(stat)
 
     def _hint(self, event: ev.Hint) -> None:
         session = self._checks.session(event.session)

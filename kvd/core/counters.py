@@ -7,7 +7,6 @@ is kept by namespace has no second, separate total.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import add
 from typing import Any
 
 from kvd.telemetry import METRICS, MetricKind
@@ -15,17 +14,29 @@ from kvd.telemetry import METRICS, MetricKind
 Counts = dict[tuple[str, str], int]
 
 
-def _zeros(tenant: bool) -> Counts:
+def _declared(*, tenant: bool) -> dict[str, tuple[str, ...]]:
+    """Names of counters, and the labels of each; none: a plain number."""
     return {
-        (m.name, value): 0
+        m.name: m.values
         for m in METRICS.values()
         if m.kind is MetricKind.COUNTER and m.tenant == tenant
-        for value in (m.values or ("",))
     }
 
 
-_TENANT = tuple(_zeros(tenant=True))  # the keys of a namespace's counters, in their order
-Values = tuple[int, ...]  # of one namespace, in that order: a tenth of the room of a dict
+_OWN, _TENANT = _declared(tenant=False), _declared(tenant=True)
+_KEYS = frozenset((name, label) for name, labels in _TENANT.items() for label in labels or ("",))
+
+
+class TenantCounts(Counts):
+    """Of one namespace. Only what has been counted stands in it: most tenants use few counters, and
+    a copy is made of all tenants at once."""
+
+    __slots__ = ()
+
+    def __missing__(self, key: tuple[str, str]) -> int:
+        if key not in _KEYS:
+            raise KeyError(key)
+        return 0
 
 
 class Counters:
@@ -33,43 +44,51 @@ class Counters:
     a key that is not declared is a KeyError where it is counted."""
 
     def __init__(self) -> None:
-        self.own: Counts = _zeros(tenant=False)
-        self._tenants: dict[str, Counts] = {}
+        self.own: Counts = {
+            (name, label): 0 for name, labels in _OWN.items() for label in labels or ("",)
+        }
+        self._tenants: dict[str, TenantCounts] = {}
 
     def tenant(self, namespace: str) -> Counts:
         counts = self._tenants.get(namespace)
         if counts is None:
-            counts = self._tenants[namespace] = _zeros(tenant=True)
+            counts = self._tenants[namespace] = TenantCounts()
         return counts
 
-    def values(self, namespace: str) -> Values:
-        """A copy."""
-        return tuple(self.tenant(namespace).values())
+    @property
+    def namespaces(self) -> Iterable[str]:
+        """That have counted something."""
+        return self._tenants.keys()
 
-    def tenants(self) -> dict[str, Values]:
+    def values(self, namespace: str) -> Counts:
+        """A copy. It is no use of the namespace: one that has not counted stays so."""
+        counts = self._tenants.get(namespace)
+        return {} if counts is None else counts.copy()
+
+    def tenants(self) -> dict[str, Counts]:
         """Copies, by namespace."""
-        return {name: tuple(counts.values()) for name, counts in self._tenants.items()}
+        return {name: counts.copy() for name, counts in self._tenants.items()}
 
 
-def summed(own: Counts, tenants: Iterable[Values]) -> Counts:
-    """Every declared counter; what is kept by namespace is the sum over these tenants."""
-    sums = [0] * len(_TENANT)
-    for values in tenants:
-        sums = list(map(add, sums, values))
-    return {**own, **dict(zip(_TENANT, sums, strict=True))}
+def add(sums: Counts, counts: Counts) -> None:
+    """To what other namespaces have counted."""
+    for key, count in counts.items():
+        sums[key] = sums.get(key, 0) + count
 
 
-def of_tenant(values: Values | None) -> dict[str, Any]:
-    """{name: value or {label: value}} of one namespace; None: it has not counted yet."""
-    return as_dict(dict(zip(_TENANT, values or [0] * len(_TENANT), strict=True)))
+def total(own: Counts, tenants: Counts) -> dict[str, Any]:
+    """{name: value or {label: value}} of every declared counter; `tenants` is the sum over all."""
+    return {**_nested(_OWN, own), **_nested(_TENANT, tenants)}
 
 
-def as_dict(counts: Counts) -> dict[str, Any]:
-    """{name: value or {label: value}}."""
-    result: dict[str, Any] = {}
-    for (name, value), count in counts.items():
-        if METRICS[name].values:
-            result.setdefault(name, {})[value] = count
-        else:
-            result[name] = count
-    return result
+def of_tenant(counts: Counts) -> dict[str, Any]:
+    """The same of what is kept by namespace."""
+    return _nested(_TENANT, counts)
+
+
+def _nested(declared: dict[str, tuple[str, ...]], counts: Counts) -> dict[str, Any]:
+    get = counts.get
+    return {
+        name: {label: get((name, label), 0) for label in labels} if labels else get((name, ""), 0)
+        for name, labels in declared.items()
+    }

@@ -1,47 +1,28 @@
 """What `stat` shows of the core: the same numbers that are enforced.
 
 The law of this module: it keeps no number of its own. `read` copies those of one moment, and is all
-that the core's thread need do, quickly even with a thousand tenants; `shown` makes sections of a
-copy and touches nothing else, so that any thread may.
+that the core's thread need do at once, quickly even with a thousand tenants; what makes sections of
+a copy touches nothing else, so that any thread may, and the core's in as many slices as it likes. A
+row costs much more than a sum, so rows are made only for the tenants that are told apart.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from kvd.core.counters import Counts, Values, as_dict, of_tenant, summed
+from kvd.core.counters import Counts, add, of_tenant, total
 from kvd.core.leases import Leases
 from kvd.core.lower import Lower
-from kvd.core.shares import UNBOUNDED, TierShare
 from kvd.core.store import Store
+from kvd.core.tenantrows import Slices, Sums, TenantTable, Use
 from kvd.core.writes import Phase, Writes
+from kvd.telemetry.tenants import OTHER, told_apart
 
-__all__ = ["Reading", "read", "shown"]
+__all__ = ["Reading", "known", "read", "rows", "shown", "work_out"]
 
-
-class Sums(NamedTuple):
-    """Of one space."""
-
-    namespace: str
-    chunks: int
-    bytes: int
-    alone: int
-    below_bytes: int
-    queues: tuple[int, ...]
-
-
-class Use(NamedTuple):
-    """One tier by tenant: what it has of it and may have, in slot bytes."""
-
-    name: str
-    limit: int
-    use: list[int]
-    minimum: list[int]
-    share: list[float]
-    maximum: list[int]
-    told: list[TierShare]
+_SUMS = attrgetter(*Sums._fields)  # of a space: they are called the same there
 
 
 class Reading(NamedTuple):
@@ -55,7 +36,7 @@ class Reading(NamedTuple):
     gauges: dict[str, int]
     tiers: list[dict[str, Any]]  # rows of plain values, dram first
     own: Counts  # what is not kept by namespace
-    counts: dict[str, Values]  # by namespace
+    counts: dict[str, Counts]  # by namespace
     spaces: list[Sums]
     residents: list[dict[int, int]]  # of each tier below, chunks by queue
     uses: list[Use]  # of all tiers, dram first
@@ -72,11 +53,7 @@ def read(
     moving: dict[str, int],
 ) -> Reading:
     """Copy all that is shown; of one tenant, or of all (namespace None)."""
-    spaces = [
-        Sums(s.namespace, s.chunks, s.bytes, s.alone, s.below_bytes, s.queues)
-        for s in store.spaces.all()
-        if namespace in (None, s.namespace)
-    ]
+    spaces = _sums(store, None if namespace is None else {namespace})
     if namespace is None:
         gauges = {
             "leased_chunks": store.leased_chunks,
@@ -110,21 +87,33 @@ def read(
         counts,
         spaces,
         [lower.residents.copy() for lower in store.ladder.lowers],
-        [
-            Use(
-                t.name,
-                t.limit,
-                t.use.copy(),
-                t.minimum.copy(),
-                t.share.copy(),
-                t.maximum.copy(),
-                t.told.copy(),
-            )
-            for t in shares.tiers
-        ],
+        _uses(store),
         shares.names.copy(),
         shares.ruled,
     )
+
+
+def _sums(store: Store, namespaces: set[str] | None) -> list[Sums]:
+    """Of the spaces of these namespaces (None: of all)."""
+    spaces = store.spaces.all()
+    if namespaces is not None:
+        spaces = [space for space in spaces if space.namespace in namespaces]
+    return list(map(Sums._make, map(_SUMS, spaces)))
+
+
+def _uses(store: Store) -> list[Use]:
+    return [
+        Use(
+            t.name,
+            t.limit,
+            t.use.copy(),
+            t.minimum.copy(),
+            t.share.copy(),
+            t.maximum.copy(),
+            t.told.copy(),
+        )
+        for t in store.shares.tiers
+    ]
 
 
 def _tiers(
@@ -173,31 +162,54 @@ def _well(lower: Lower) -> bool:
     return lower.readable and lower.writable and not lower.policy.error
 
 
-def shown(reading: Reading, pause: Callable[[], object] | None = None) -> dict[str, Any]:
-    """All sections. A tenant's has its own counters and gauges. `pause` is called now and then:
-    another thread lets the core's have the interpreter."""
+def shown(
+    reading: Reading, pause: Callable[[], object] | None = None, apart: int | None = None
+) -> dict[str, Any]:
+    """All sections, at once: as `work_out`. `pause` is called now and then: another thread lets the
+    core's have the interpreter."""
+    slices = work_out(reading, apart)
+    while True:
+        try:
+            next(slices)
+        except StopIteration as done:
+            sections: dict[str, Any] = done.value
+            return sections
+        if pause is not None:
+            pause()
+
+
+def work_out(reading: Reading, apart: int | None = None) -> Slices[dict[str, Any]]:
+    """All sections. A tenant's has its own counters and gauges. So many tenants have rows of their
+    own (None: all), those that came first; what the others have is summed up under `other`."""
     namespace = reading.namespace
-    names = [namespace] if namespace is not None else _names(reading)
     if namespace is None:
-        counters = as_dict(summed(reading.own, reading.counts.values()))
+        sums: Counts = {}
+        for at, counts in enumerate(reading.counts.values(), 1):
+            add(sums, counts)
+            if at % 16 == 0:
+                yield 3
+        counters = total(reading.own, sums)
+        uses = [tier.use for tier in reading.uses]
+        names = _names(reading.counts, reading.ruled, reading.tenants, uses)
+        yield len(names) // 16
     else:
         counters = of_tenant(reading.counts[namespace])
-    spaces: dict[str, list[Sums]] = defaultdict(list)
-    for space in reading.spaces:
-        spaces[space.namespace].append(space)
-    numbers = {name: number for number, name in enumerate(reading.tenants) if name}
-    tenants = {}
-    for at, name in enumerate(names):
-        if pause is not None and at % 8 == 0:
-            pause()
-        tenants[name] = {
-            "chunks": sum(s.chunks for s in spaces[name]),
-            "bytes": sum(s.bytes for s in spaces[name]),
-            "chunks_below": sum(s.alone for s in spaces[name]),
-            "bytes_below": sum(s.below_bytes for s in spaces[name]),
-            "tiers": _shares(reading, spaces[name], numbers.get(name)),
-            "counters": of_tenant(reading.counts.get(name)),
-        }
+        names = [namespace]
+    table = TenantTable(
+        namespace is not None,
+        reading.counts,
+        reading.spaces,
+        reading.residents,
+        reading.uses,
+        reading.tenants,
+    )
+    tenants: dict[str, Any] = {}
+    own, rest = told_apart(names, [*reading.tenants, *names], apart)
+    for name in own:
+        tenants[name] = table.row(name)
+        yield 4
+    if rest:
+        tenants[OTHER] = yield from table.sum(rest)
     return {
         "instance": reading.instance,
         "epoch": reading.epoch,
@@ -209,35 +221,32 @@ def shown(reading: Reading, pause: Callable[[], object] | None = None) -> dict[s
     }
 
 
-def _names(reading: Reading) -> list[str]:
-    """All namespaces that have rules or chunks, or asked for something."""
-    used = {name for n, name in enumerate(reading.tenants) if any(t.use[n] for t in reading.uses)}
-    return sorted({*reading.counts, *reading.ruled, *used} - {""})
+def known(store: Store) -> list[str]:
+    """All namespaces that have rules or chunks, or asked for something, in their order."""
+    shares = store.shares
+    uses = [tier.use for tier in shares.tiers]
+    return _names(store.counters.namespaces, shares.ruled, shares.names, uses)
 
 
-def _shares(reading: Reading, spaces: Iterable[Sums], tenant: int | None) -> dict[str, Any]:
-    """What a tenant has of each tier, and may have: what the core goes by, in slot bytes. In a
-    tenant's own reading without what would tell it of others."""
-    if tenant is None:
-        return {}
-    queues = {queue for space in spaces for queue in space.queues}
-    chunks = [sum(space.chunks for space in spaces)]
-    chunks += [sum(by.get(queue, 0) for queue in queues) for by in reading.residents]
-    rows: dict[str, Any] = {}
-    for tier, count in zip(reading.uses, chunks, strict=True):
-        most = tier.maximum[tenant]
-        row = rows[tier.name] = {
-            "used_bytes": tier.use[tenant],
-            "chunks": count,
-            "minimum_bytes": tier.minimum[tenant],
-            "share_bytes": int(tier.share[tenant]),
-            "maximum_bytes": None if most == UNBOUNDED else most,
-            "weight": tier.told[tenant].weight,
-        }
-        if reading.namespace is not None:
-            del row["share_bytes"]
-            row["minimum_bytes"] = tier.told[tenant].minimum.of(tier.limit)
-    return rows
+def _names(
+    counted: Iterable[str], ruled: Iterable[str], tenants: list[str], uses: list[list[int]]
+) -> list[str]:
+    used = {name for use in uses for name, taken in zip(tenants, use, strict=True) if taken}
+    return sorted({*counted, *ruled, *used} - {""})
+
+
+def rows(store: Store, wanted: list[str], *, own: bool) -> dict[str, Any]:
+    """What `tenants` shows of these namespaces now; `own`: to one of them itself, which is told
+    nothing of others."""
+    table = TenantTable(
+        own,
+        {name: store.counters.values(name) for name in wanted},
+        _sums(store, set(wanted)),
+        [lower.residents for lower in store.ladder.lowers],
+        _uses(store),
+        store.shares.names,
+    )
+    return {name: table.row(name) for name in wanted}
 
 
 def _own(leases: Leases, writes: Writes, namespace: str) -> dict[str, int]:

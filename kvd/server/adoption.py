@@ -115,6 +115,7 @@ def core_config(
         lease_max_ns=int(config.lease_max_s * NS),
         ttl_default_ns=int(config.write_s * NS),
         ttl_max_ns=int(config.write_max_s * NS),
+        apart=config.tenant_metrics,
         max_specs=config.max_specs,
         write_share=config.write_share,
         lease_share=config.lease_share,

@@ -292,7 +292,7 @@ class Desk:
     def figures(self) -> Figures:
         """A copy of what an administrator is shown, to be worked out elsewhere."""
         reading = self.carrier.core.reading()
-        return Figures(reading, self._own(reading.tiers))
+        return Figures(reading, self._own(reading.tiers), self.config.tenant_metrics)
 
     def _own(self, tiers: list[dict[str, Any]]) -> Own:
         counted: dict[str, Any] = self.counters.snapshot()
@@ -321,13 +321,7 @@ class Desk:
         counted.update(self.telemetry.counted())
         if self.directory is not None:
             sections["directory"] = self.directory.stat()
-        return Own(
-            self.ladder.stat(tiers, admin=True),
-            counted,
-            sections,
-            self.carrier.core.tenants,
-            self.config.tenant_metrics,
-        )
+        return Own(self.ladder.stat(tiers, admin=True), counted, sections)
 
     # -- for inline transfers -------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ import time
 from typing import Any, NamedTuple
 
 from kvd.core.stats import Reading, shown
-from kvd.telemetry.tenants import capped
 
 __all__ = ["Figures", "Own", "pause"]
 
@@ -23,17 +22,13 @@ class Own(NamedTuple):
     tiers: list[dict[str, Any]]  # the core's rows with what the tiers say of themselves
     counters: dict[str, Any]
     sections: dict[str, Any]
-    order: list[str]  # of tenants, as they came
-    cap: int  # so many are told apart
 
     def added_to(self, stat: dict[str, Any]) -> dict[str, Any]:
         """The core's sections and these."""
-        tenants = stat["tenants"]
         return {
             **stat,
             **self.sections,
             "tiers": self.tiers,
-            "tenants": capped(tenants, [*self.order, *tenants], self.cap),
             "counters": {**stat["counters"], **self.counters},
         }
 
@@ -43,11 +38,12 @@ class Figures(NamedTuple):
 
     reading: Reading
     own: Own
+    apart: int  # so many tenants have rows of their own
 
     def stat(self) -> dict[str, Any]:
         """What `kvd-cli status` would show, less what is worked out for it alone. For another
         thread than the loop's."""
-        return self.own.added_to(shown(self.reading, pause))
+        return self.own.added_to(shown(self.reading, pause, self.apart))
 
 
 def pause() -> None:

@@ -7,30 +7,25 @@ tenants.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import NamedTuple
 
-__all__ = ["OTHER", "capped"]
+__all__ = ["OTHER", "Apart", "told_apart"]
 
 OTHER = "other"
 
 
-def capped(rows: Mapping[str, Any], order: Iterable[str], limit: int) -> dict[str, Any]:
-    """`rows` by tenant, for the first `limit` of `order`; the others' sums under `other`, as well
-    as those of a tenant with that name."""
-    own = [name for name in dict.fromkeys(order) if name in rows and name != OTHER][:limit]
-    told = {name: rows[name] for name in own}
-    rest = [row for name, row in rows.items() if name not in told]
-    return {**told, OTHER: _sum(rest)} if rest else told
+class Apart(NamedTuple):
+    own: list[str]  # with a row each
+    rest: list[str]  # summed up under `other`
 
 
-def _sum(rows: list[Any]) -> Any:
-    """Numbers added up, maps by key; what can't be added is nothing."""
-    if all(isinstance(row, Mapping) for row in rows):
-        keys = dict.fromkeys(key for row in rows for key in row)
-        return {key: _sum([row[key] for row in rows if key in row]) for key in keys}
-    if len(rows) == 1:
-        return rows[0]
-    if all(isinstance(row, int | float) for row in rows):
-        return sum(rows)
-    return None
+def told_apart(names: list[str], order: Iterable[str], limit: int | None) -> Apart:
+    """The first `limit` of these names in that order, which names all; the rest are told under
+    `other`, as is a tenant with that name. Without a limit each has a row."""
+    if limit is None:
+        return Apart(names, [])
+    known = set(names)
+    own = [name for name in dict.fromkeys(order) if name in known and name != OTHER][:limit]
+    known.difference_update(own)
+    return Apart(own, [name for name in names if name in known])
