@@ -75,6 +75,7 @@ class CoreConfig:
     pin_total_share: float = 0.5  # of the arena: what those of all tenants may
     pin_max_ns: int = 3600 * SECOND_NS  # that a hint holds
     room_wait_ns: int = SECOND_NS // 20  # that a store waits for demotions before victims drop
+    ahead_share: float = 1 / 64  # of a class's slots: made free for the next store, see Ahead
     isolate: bool = True  # tenants have shares; False: one pool
     tenants: tuple[tuple[str, TenantRules], ...] = ()  # at the start; see SetTenant
 

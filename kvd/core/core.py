@@ -18,6 +18,7 @@ from kvd.chunk import ChunkHeader, KVSpec
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.adoption import Adoption
+from kvd.core.ahead import Ahead
 from kvd.core.answers import Answers
 from kvd.core.checks import Checks
 from kvd.core.config import CoreConfig
@@ -91,7 +92,8 @@ class Core:
             self._store, self._jobs, self._evictions, self._rooms, self._seals.urge
         )
         self._writes = Writes(self._store)
-        self._reserves = Reserves(self._store, self._writes, self._evictions)
+        ahead = Ahead(self._store, self._jobs, self._evictions)
+        self._reserves = Reserves(self._store, self._writes, self._evictions, ahead)
         self._leases = Leases(self._store)
         self._transfers = Transfers(self._store, self._jobs, self._fetches)
         self._leases.ended = self._transfers.lease_ended

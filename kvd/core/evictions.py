@@ -55,6 +55,7 @@ class Evictions:
         self._store = store
         self.reclass = Reclass(store, jobs, self.legal, self.room, self.assign)
         self._hand = 0  # of the scan
+        self.pressed: set[int] = set()  # classes in which a store had to evict, see Ahead
         # the next to go under a hole, so that a long chain is not walked down for each: by queue
         self._under: dict[int, tuple[int, bytes, int, bytes]] = {}
         # with tiers below: whether demotions will free slots of a class, and when to stop waiting
@@ -112,6 +113,7 @@ class Evictions:
             found = self.evict_one(size, search, tenant)
             if found is Found.DONE:
                 self.reclass.evicted(size)
+                self.pressed.add(size)
                 spent(store)
             elif found is Found.AGAIN or store.husks:
                 if spent(store, 10):

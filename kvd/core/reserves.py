@@ -15,6 +15,7 @@ import numpy as np
 from kvd.chunk import NO_PARENT, REF_DTYPE, HeaderFlag, Outcome, SlotRef
 from kvd.core import columns as col
 from kvd.core.actions import ReserveResult
+from kvd.core.ahead import Ahead
 from kvd.core.columns import NONE
 from kvd.core.config import SECOND_NS
 from kvd.core.evictions import OVER_MAXIMUM, Evictions
@@ -70,10 +71,11 @@ class Request:
 class Reserves:
     """Grants slots."""
 
-    def __init__(self, store: Store, writes: Writes, evictions: Evictions) -> None:
+    def __init__(self, store: Store, writes: Writes, evictions: Evictions, ahead: Ahead) -> None:
         self._store = store
         self._writes = writes
         self._evictions = evictions
+        self._ahead = ahead
         self._write_cap = store.config.write_cap
 
     def reserve(self, session: Session, ask: Request) -> Work[ReserveResult]:
@@ -144,6 +146,8 @@ class Reserves:
                 yield Pause.SLICE
         for value, label in _LABELS.items():
             counts["shards_reserved", label] += outcomes.count(value)
+        for n, shard in enumerate(ask.shards):
+            self._ahead.took(space, shard, outcomes[n::width].count(Outcome.GRANTED))
         if not write.open or session.closed:
             self._writes.drop_if_done(write)
             if not write.open:

@@ -141,7 +141,7 @@ def test_what_takes_over_goes_by_the_last_use_of_all_that_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """K39: also of what was stored and used before the fault."""
-    world = World(policy="s3fifo", write_share=1.0)
+    world = World(policy="s3fifo", write_share=1.0, ahead_share=0.0)
     wanted = spec("m", 8 * KIB)
     client = world.open()
     client.register(wanted)

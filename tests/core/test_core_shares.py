@@ -28,7 +28,8 @@ def most(nbytes: int, tier: str = "dram") -> TenantRules:
 
 
 def world_of(isolate: bool = True, **rules: TenantRules) -> World:
-    return World(isolate=isolate, tenants=tuple(rules.items()))
+    # to the last slot: what is freed ahead of need is tested by itself
+    return World(isolate=isolate, tenants=tuple(rules.items()), ahead_share=0.0)
 
 
 def come(world: World, name: str, *specs: object) -> Client:
@@ -146,7 +147,7 @@ def test_one_pool_has_no_such_scruples() -> None:
 
 
 def test_tenants_without_rules_share_by_weight() -> None:
-    world = World()
+    world = World(ahead_share=0.0)
     a, b, c = (come(world, name) for name in "abc")
     scan(a, "a", 200)
     scan(b, "b", 200)
@@ -156,7 +157,7 @@ def test_tenants_without_rules_share_by_weight() -> None:
 
 
 def test_rules_change_while_the_daemon_runs() -> None:
-    world = World()
+    world = World(ahead_share=0.0)
     a, b = come(world, "a"), come(world, "b")
     scan(a, "a", 200)
     world.handle(ev.SetTenant("a", half(0.75)))

@@ -52,7 +52,13 @@ class CoreMachine(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(["lru", "lru", *sorted(POLICIES)]), manual=st.booleans())
     def start(self, policy: str, manual: bool) -> None:
         self.world = World(
-            512 * KIB, 64 * KIB, policy, auto=not manual, write_share=0.5, tiers=self.tiers
+            512 * KIB,
+            64 * KIB,
+            policy,
+            auto=not manual,
+            write_share=0.5,
+            ahead_share=1 / 8,
+            tiers=self.tiers,
         )
         self.twin = Twin(self.world, SPECS)
         self.twin.told_up = set(range(len(self.tiers)))
