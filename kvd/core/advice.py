@@ -149,6 +149,14 @@ class Advice:
                 return
             yield row  # outside: who asks no further ends this generator with an exception, too
 
+    def first(self, queue: int, now: int) -> int:
+        """The first of `victims`, or NONE. `turn` has changed where the policy fails."""
+        try:
+            return NONE if self.policy is None else self.policy.first(queue, now)
+        except BaseException as error:  # noqa: BLE001
+            self.fail("first", error)
+            return NONE
+
     def coldness(self, queue: int, now: int) -> float | None:
         try:
             return None if self.policy is None else self.policy.coldness(queue, now)

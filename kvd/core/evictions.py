@@ -131,10 +131,11 @@ class Evictions:
 
     def _take(self, size: int, tenant: int) -> int:
         """A free slot, if it is not one of those that are kept from this tenant; else -1."""
-        slabs, kept = self._store.slabs, self.kept(size)
-        free = slabs.slots.get(size, 0) - slabs.used.get(size, 0)
-        if free <= kept and self._store.shares.dram.beyond(tenant, size):
-            return NO_ROOM
+        store, slabs = self._store, self._store.slabs
+        if store.layered:  # else none are kept
+            free = slabs.slots.get(size, 0) - slabs.used.get(size, 0)
+            if free <= self.kept(size) and store.shares.dram.beyond(tenant, size):
+                return NO_ROOM
         return slabs.take(size, tenant)
 
     def kept(self, size: int) -> int:
@@ -384,6 +385,9 @@ class Evictions:
         if search.failing:
             return self._scan(queue, search)
         policy, skipped = store.policy, list[int]()
+        row = policy.first(queue, store.now)
+        if row != NONE and not store.keeping.by_row and self.legal(row):
+            return row  # as a rule
         for row in policy.victims(queue, store.now):
             if self.legal(row):
                 if not search.sparing or not store.keeping.spared(row, store.now):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from world import KIB, Client, O, S, World, chain, key, spec
+from world import KIB, Client, O, S, World, chain, spec
 
 from kvd.core import events as ev
 from kvd.core.shares import Amount, TenantRules, TierShare
@@ -145,7 +145,7 @@ def test_only_who_would_give_to_the_next_store_gives() -> None:
 
 def test_who_is_at_its_maximum_is_given_nothing_of_others() -> None:
     most = TenantRules({"dram": TierShare(Amount(), 1.0, Amount(16 * SLOT))})
-    world, other = full("other", tenants=(("small", most),))
+    world, _ = full("other", tenants=(("small", most),))
     small = come(world, "small")
     for n in range(10):
         assert small.store(ONE, chain(("small", n), 8)) == [O.OK] * 8
