@@ -111,10 +111,6 @@ class Lru(Policy):
             hotter[chunk] = ABSENT
             hottest[queue] = chunk
 
-    def first(self, queue: int, now: int) -> int:
-        chunk = self._coldest.get(queue, ABSENT)
-        return chunk if chunk >= 0 else self._late.first(queue)
-
     def victims(self, queue: int, now: int) -> Iterator[int]:
         chunk = self._coldest.get(queue, ABSENT)
         hotter = self._hotter

@@ -170,9 +170,6 @@ class Reuse(LeafPolicy):
                     best, least = chunk, value
         return best if best >= 0 else self._rest(queue)
 
-    def first(self, queue: int, now: int) -> int:
-        return self._best(queue, self._peek(now))
-
     def victims(self, queue: int, now: int) -> Iterator[int]:
         time = self._peek(now)
         first = self._best(queue, time)

@@ -152,9 +152,11 @@ class Advice:
     def first(self, queue: int, now: int) -> int:
         """The first of `victims`, or NONE. `turn` has changed where the policy fails."""
         try:
-            return NONE if self.policy is None else self.policy.first(queue, now)
+            if self.policy is None:
+                return NONE
+            return next(iter(self.policy.victims(queue, now)), NONE)
         except BaseException as error:  # noqa: BLE001
-            self.fail("first", error)
+            self.fail("victims", error)
             return NONE
 
     def coldness(self, queue: int, now: int) -> float | None:
