@@ -30,7 +30,7 @@ def store(client: Client, name: object) -> None:
     hashes = chain(name)
     prints = [hashlib.blake2b(h, digest_size=16).digest() for h in hashes]
     done = client.store_chunks(client.register(spec()), hashes, prints, [bytes(SIZE)] * 8)
-    assert done == [Outcome.OK] * 8
+    assert set(done) <= {Outcome.OK, Outcome.EXISTS}
 
 
 def there(client: Client, name: object) -> int:
