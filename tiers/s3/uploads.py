@@ -1,0 +1,128 @@
+"""How an object is written: in one request, or in parts side by side.
+
+The law of this module: an object is written under a condition, whole or not at all; parts of an
+upload that failed are given back, and those that a killed daemon left are once they are old.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from kvd.chunk import HEADER_BYTES
+from kvd.tiers.s3.bucket import Bucket
+from kvd.tiers.s3.objects import Body, crc32c
+
+_TYPE = "application/octet-stream"
+
+
+class Uploads:
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+
+    def send(
+        self,
+        name: str,
+        record: bytes,
+        source: memoryview,
+        condition: dict[str, str],
+        deadline: int,
+    ) -> None:
+        """Write record and payload as one object. PreconditionFailed if the condition (IfMatch,
+        IfNoneMatch) does not hold; Refused."""
+        length = HEADER_BYTES + len(source)
+        if length > self._bucket.config.multipart_bytes:
+            self._send_parts(name, record, source, condition, deadline)
+            return
+        extra: dict[str, Any] = dict(condition)
+        checksum = crc32c(record, source)
+        if checksum is not None:
+            extra["ChecksumCRC32C"] = checksum
+        self._bucket.run(
+            "PutObject",
+            lambda: self._bucket.client.put_object(
+                **self._bucket.at(name),
+                Body=Body(record, source),
+                ContentLength=length,
+                ContentType=_TYPE,
+                **extra,
+            ),
+            deadline,
+        )
+
+    def _send_parts(
+        self,
+        name: str,
+        record: bytes,
+        source: memoryview,
+        condition: dict[str, str],
+        deadline: int,
+    ) -> None:
+        bucket, client, at = self._bucket, self._bucket.client, self._bucket.at(name)
+        upload = bucket.run(
+            "CreateMultipartUpload",
+            lambda: client.create_multipart_upload(**at, ContentType=_TYPE),
+            deadline,
+        )["UploadId"]
+        size = bucket.config.part_bytes
+        bodies = [(record, source[: size - HEADER_BYTES])] + [
+            (b"", source[begin : begin + size])
+            for begin in range(size - HEADER_BYTES, len(source), size)
+        ]
+
+        def send(number: int, head: bytes, piece: memoryview) -> dict[str, Any]:
+            answer = bucket.run(
+                f"UploadPart {number}",
+                lambda: client.upload_part(
+                    **at,
+                    UploadId=upload,
+                    PartNumber=number,
+                    Body=Body(head, piece),
+                    ContentLength=len(head) + len(piece),
+                ),
+                deadline,
+            )
+            return {"PartNumber": number, "ETag": answer["ETag"]}
+
+        try:
+            parts = bucket.together([partial(send, n, *body) for n, body in enumerate(bodies, 1)])
+            bucket.run(
+                "CompleteMultipartUpload",
+                lambda: client.complete_multipart_upload(
+                    **at, UploadId=upload, MultipartUpload={"Parts": parts}, **condition
+                ),
+                deadline,
+            )
+        except BaseException:
+            self._abort(name, upload)
+            raise
+
+    def _abort(self, name: str, upload: str) -> None:
+        done = self._bucket.attempt(
+            "AbortMultipartUpload",
+            lambda: self._bucket.client.abort_multipart_upload(
+                **self._bucket.at(name), UploadId=upload
+            ),
+        )
+        self._bucket.counted["aborted_uploads" if done else "lost_uploads"] += 1
+
+    def abort_stale(self) -> None:
+        """Parts of uploads that nobody finished cost money and are seen by nobody."""
+        bucket, client, config = self._bucket, self._bucket.client, self._bucket.config
+
+        def abort() -> None:
+            pages = client.get_paginator("list_multipart_uploads").paginate(
+                Bucket=config.bucket, Prefix=bucket.folder
+            )
+            for page in pages:
+                for upload in page.get("Uploads", []):
+                    started = upload.get("Initiated") or datetime.now(UTC)
+                    age = (datetime.now(UTC) - started).total_seconds()
+                    if age >= config.stale_upload_s:
+                        client.abort_multipart_upload(
+                            **bucket.at(upload["Key"]), UploadId=upload["UploadId"]
+                        )
+                        bucket.counted["aborted_uploads"] += 1
+
+        bucket.attempt("ListMultipartUploads", abort)
