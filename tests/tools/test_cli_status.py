@@ -10,8 +10,9 @@ import pytest
 
 from kvd.telemetry import METRICS, MetricKind
 from kvd.telemetry.server import SERVER_METRICS
+from kvd.tools.cli.book import reasons, total
 from kvd.tools.cli.console import Output, make_console
-from kvd.tools.cli.status import reasons, render, total
+from kvd.tools.cli.status import render
 
 GIB = 1 << 30
 
