@@ -14,9 +14,10 @@ from kvd.chunk import NO_PARENT, Kind, KVSpec
 from kvd.client.call import Call
 from kvd.client.channel import Channel
 from kvd.client.durations import deadline_ns
-from kvd.client.handles import Lookup, Reservation
 from kvd.client.keys import Hashes, pack_fingerprints, pack_hashes, whole, whole_numbers
 from kvd.client.link import Link
+from kvd.client.lookup import Lookup
+from kvd.client.reservation import Reservation
 from kvd.client.settings import Info
 from kvd.client.stream import Keys
 from kvd.errors import BadKey, ClientClosed, KvdError, ProtocolError, Unavailable

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from kvd.chunk import Kind, Outcome
 from kvd.client.base import ClientBase, SpecLike
 from kvd.client.durations import span_ns
-from kvd.client.handles import Lease, Lookup
 from kvd.client.inline import InlineLoad, get_message
 from kvd.client.keys import Hashes, outcomes, pack_fingerprints
+from kvd.client.lease import Lease
+from kvd.client.lookup import Lookup
 from kvd.client.settings import SharedLease
 from kvd.client.stream import Copier, Load
 from kvd.errors import ProtocolError

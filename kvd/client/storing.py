@@ -12,9 +12,9 @@ from typing import Any
 from kvd.chunk import Kind, Outcome
 from kvd.client.base import ClientBase, SpecHandle, SpecLike
 from kvd.client.durations import span_ns
-from kvd.client.handles import Reservation
 from kvd.client.inline import InlineStore, put_message
 from kvd.client.keys import Hashes, Numbers, outcomes, pack_fingerprints, pack_numbers, whole
+from kvd.client.reservation import Reservation
 from kvd.client.stream import Copier, Keys, Store, as_bytes, copy_into
 from kvd.errors import SpecError
 from kvd.wire import messages as m

@@ -16,7 +16,9 @@ import numpy as np
 
 from kvd.chunk import NO_PARENT, Kind, Outcome, copy_with_digest, payload_digest
 from kvd.client.call import Call
-from kvd.client.handles import Lookup, Reservation, Transfer
+from kvd.client.lease import Transfer
+from kvd.client.lookup import Lookup
+from kvd.client.reservation import Reservation
 from kvd.errors import ArenaError, KvdError, LeaseLost, ProtocolError
 from kvd.wire import LookupFlag
 from kvd.wire import messages as m

@@ -1,9 +1,8 @@
-"""What a client holds: reservations, leases and transfers, as context managers.
+"""Leases, and the transfers that bring their chunks to where they can be read.
 
-The law of this module: a handle belongs to the session that gave it and is given back exactly once,
-at the end of its context at the latest. Bytes that were read under a lease count only after
-`check()`; leaving a lease's context does that check, and raises LeaseLost rather than let bytes be
-used that may have been replaced.
+The law of this module: bytes that were read under a lease count only after `check()`; leaving a
+lease's context does that check, and raises LeaseLost rather than let bytes be used that may have
+been replaced.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kvd.chunk import Outcome, payload_digest
-from kvd.client.call import Call
+from kvd.chunk import Outcome
 from kvd.client.channel import Channel
 from kvd.client.durations import TIMEOUT_MAX_S, deadline_ns, span_ns
+from kvd.client.handle import Handle
 from kvd.client.keys import outcomes as named
-from kvd.client.keys import pack_digests, pack_items
+from kvd.client.keys import pack_items
 from kvd.client.link import Link
 from kvd.client.memory import Slots
 from kvd.client.settings import LEASE_MARGIN_NS, SharedLease
@@ -33,178 +32,11 @@ from kvd.errors import (
     ProtocolError,
     StaleEpoch,
     Unavailable,
-    UnknownHandle,
 )
 from kvd.wire import messages as m
 
 _WAIT_NS = 30_000_000_000  # one long poll at most
-_GRANTED = int(Outcome.GRANTED)
 _OK = int(Outcome.OK)
-
-
-class Handle:
-    """What all three have in common: the session, and how to ask it."""
-
-    def __init__(self, channel: Channel, link: Link | None, timeout_s: float) -> None:
-        self._channel = channel
-        self._session = link
-        self._timeout_s = timeout_s
-
-    @property
-    def _link(self) -> Link:
-        """The session that gave this handle."""
-        if self._session is None:
-            raise UnknownHandle("nothing was asked for, and nothing was given")
-        return self._session
-
-    def _submit(self, message: m.Request, timeout_s: float | None = None) -> Call:
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return self._channel.submit(
-            message, deadline_ns=deadline_ns(timeout_s), serial=self._link.serial
-        )
-
-    def _forget(self, message: m.Request) -> None:
-        """Send without waiting; if there is no session any more, it has ended there as well."""
-        try:
-            self._channel.forget(message, self._link.serial)
-        except (ClientClosed, Forked):
-            return
-
-
-class Reservation(Handle):
-    """Slots to fill. Results are chunk-major: index = key * len(shards) + position in `shards`.
-
-    Leaving the context without commit aborts, and so does an exception; what was committed stays.
-    """
-
-    def __init__(
-        self, channel: Channel, link: Link | None, reply: m.ReserveReply, timeout_s: float
-    ) -> None:
-        super().__init__(channel, link, timeout_s)
-        self.write = reply.write
-        self.outcomes = named(reply.outcomes)
-        self.deadline_ns = reply.deadline - (link.offset_ns if link is not None else 0)
-        granted = np.flatnonzero(np.frombuffer(reply.outcomes, dtype=np.uint8) == _GRANTED)
-        self._granted: NDArray[np.intp] = granted
-        maps, epoch = (link.maps, link.epoch) if link is not None else ({}, 0)
-        self._slots = Slots(maps, epoch, len(reply.outcomes))
-        if reply.refs:
-            self._slots.fill(granted, reply.refs)
-        self._left: set[int] = set(granted.tolist())
-        # Until this write is over, this process may be copying: the session's lock says so.
-        self._lock = link.lock if link is not None and self._left else None
-
-    @classmethod
-    def empty(cls, channel: Channel, timeout_s: float) -> Self:
-        """Of no keys: nobody was asked."""
-        return cls(channel, None, m.ReserveReply(0, b"", b"", 0), timeout_s)
-
-    @property
-    def granted(self) -> list[int]:
-        """Results that are to be filled."""
-        found: list[int] = self._granted.tolist()
-        return found
-
-    def view(self, index: int) -> memoryview:
-        """The slot of a granted result, writable, exactly the payload's bytes. KeyError if it was
-        not granted."""
-        return self._slots.view(index)
-
-    def array(
-        self, index: int, dtype: DTypeLike = np.uint8, shape: Sequence[int] | None = None
-    ) -> NDArray[Any]:
-        """The slot as a writable array of `dtype` (flat without `shape`)."""
-        return self._slots.array(index, dtype, shape)
-
-    def tensor(self, index: int, dtype: Any, shape: Sequence[int] | None = None) -> Any:
-        """The slot as a torch tensor on the CPU (flat without `shape`)."""
-        return self._slots.tensor(index, dtype, shape)
-
-    def submit_commit(
-        self,
-        items: Sequence[int] | None = None,
-        digests: Sequence[bytes] | None = None,
-        *,
-        timeout_s: float | None = None,
-    ) -> Call:
-        """Send a commit without waiting. `digests`: 16 bytes for each of `items` (of all granted
-        without `items`): the chunks are sealed at once. Pass the call to `committed`."""
-        chosen = sorted(self._left) if items is None else list(items)
-        for index in chosen:
-            if index not in self._left:
-                raise KeyError(f"result {index} is not granted, or was committed or aborted")
-        if digests is not None and len(digests) != len(chosen):
-            raise ValueError(f"{len(chosen)} digests are due, {len(digests)} came")
-        packed = None if len(chosen) == len(self.granted) else pack_items(chosen)
-        return self._submit(
-            m.Commit(self.write, packed, None if digests is None else pack_digests(digests)),
-            timeout_s,
-        )
-
-    def committed(self, call: Call) -> list[Outcome]:
-        """The outcome of every result, after the answer to `call` (waits for it)."""
-        message, reply = call.message, call.result()
-        if not isinstance(message, m.Commit) or not isinstance(reply, m.OutcomesReply):
-            raise ProtocolError("not the answer to a commit")
-        chosen = self.granted
-        if message.items is not None:
-            chosen = np.frombuffer(message.items, dtype="<u4").tolist()
-        if len(reply.outcomes) != len(chosen):
-            raise ProtocolError(f"{len(reply.outcomes)} outcomes for {len(chosen)} items")
-        result = list(self.outcomes)
-        for index, outcome in zip(chosen, named(reply.outcomes), strict=True):
-            result[index] = outcome
-        self.outcomes = tuple(result)
-        self._left.difference_update(chosen)
-        if not self._left:
-            self._lock = None
-        return result
-
-    def commit(
-        self,
-        digests: Sequence[bytes] | None = None,
-        *,
-        items: Sequence[int] | None = None,
-        seal: bool = False,
-        timeout_s: float | None = None,
-    ) -> list[Outcome]:
-        """Make what was filled readable, and wait for the acknowledgement.
-
-        Returns one outcome a result: OK is stored and readable now; for what was not granted, what
-        reserve said. `items`: only these. `seal`: compute the digests here. Unavailable when no
-        answer came: it may or may not be stored.
-        """
-        if not self._left and items is None:
-            return list(self.outcomes)
-        if seal and digests is None:
-            chosen = sorted(self._left) if items is None else items
-            digests = [payload_digest(self.view(index)) for index in chosen]
-        return self.committed(self.submit_commit(items, digests, timeout_s=timeout_s))
-
-    def abort(self, *, wait: bool = False) -> None:
-        """Give back what was not committed; the caller copies no more into it. Idempotent."""
-        if not self._left:
-            return
-        left = sorted(self._left)
-        packed = None if len(left) == len(self._granted) else pack_items(left)
-        message = m.Abort(self.write, packed)
-        self._left.clear()
-        self._lock = None
-        if wait:
-            self._submit(message).result()
-        else:
-            self._forget(message)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.abort()
 
 
 class Transfer(Handle):
@@ -433,49 +265,3 @@ class Lease(Handle):
         finally:
             if not self._joined:
                 self.release()
-
-
-class Lookup(Handle):
-    """The answer to a lookup. As a context manager it gives back all that came with it."""
-
-    def __init__(
-        self, channel: Channel, link: Link | None, reply: m.LookupReply, timeout_s: float
-    ) -> None:
-        super().__init__(channel, link, timeout_s)
-        self.raw = reply.outcomes  # one byte a key
-        self.leading = reply.leading  # keys of the leading run
-        # where hits lie, one byte a key: 0 DRAM, n the n-th tier below it (as `stat` lists them)
-        self.tiers = reply.tiers or bytes(len(reply.outcomes))
-        self.lease: Lease | None = None
-        self.transfer: Transfer | None = None
-        self.reservation: Reservation | None = None  # for the keys from `leading` on
-        if reply.lease and link is not None:
-            self.lease = Lease(channel, link, reply.lease, reply.expiry, timeout_s)
-            if reply.load is not None:
-                self.transfer = self.lease.adopt(reply.load)
-        if reply.reserved is not None:
-            self.reservation = Reservation(channel, link, reply.reserved, timeout_s)
-
-    @classmethod
-    def empty(cls, channel: Channel, timeout_s: float) -> Self:
-        """Of no keys: nobody was asked."""
-        return cls(channel, None, m.LookupReply(b"", 0, 0, 0, None, None), timeout_s)
-
-    @property
-    def outcomes(self) -> tuple[Outcome, ...]:
-        """One a key: OK, MISS, PARTIAL, MISMATCH, SKIPPED, OVER_QUOTA ..."""
-        return named(self.raw)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self.reservation is not None:
-            self.reservation.abort()
-        if self.lease is not None:
-            self.lease.__exit__(kind, error, trace)
