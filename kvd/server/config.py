@@ -1,48 +1,26 @@
 """The configuration: read once, checked whole, never changed while the daemon runs.
 
-The law of this module: a name that is not in the table of settings stops the start with the nearest
-right name; a value that can't be used stops it with the setting, where the value came from, and
-the way out. Reading order: flag, then environment, then file, then default; the origin of each
-value is kept and shown by `kvd --check`.
+The law of this module: a value that can't be used stops the start with the setting, where the value
+came from, and the way out. Reading order: flag, then environment, then file, then default; the
+origin of each value is kept and shown by `kvd --check`.
 """
 
 from __future__ import annotations
 
-import difflib
 import grp
-import json
 import os
-import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvd.errors import ConfigError
-from kvd.server.files import open_file
 from kvd.server.settings import SETTINGS, NamespaceRule, Setting, find_setting
-from kvd.server.sizes import format_size
-from kvd.server.tenantrules import Tenant, shown_tenant
+from kvd.server.shown import without_password
+from kvd.server.sources import CONFIG_ENV, from_environment, from_file
+from kvd.server.tenantrules import Tenant
 from kvd.wire.paths import default_socket
 
-__all__ = ["Config", "load_config", "resolved_toml", "shown_settings"]
-
-# Variables that belong to clients and tools; the daemon lets them stand in its environment.
-CLIENT_ENV = frozenset({"KVD_TOKEN_FILE", "KVD_MODEL_DIR"})
-CONFIG_ENV = "KVD_CONFIG"  # the file to read when there is no --config
-
-# What people of other systems call a setting, for the hint when no name is near.
-_OTHER_WORDS = {
-    "arena.size": ("dram", "mem", "ram", "capacity", "pool", "gb", "max_size", "cpu_size"),
-    "arena.path": ("shm", "directory"),
-    "daemon.socket": ("ipc", "listen", "bind", "address", "host", "port", "url"),
-    "daemon.log_level": ("verbos", "debug"),
-    "eviction.policy": ("evict", "lru", "replacement"),
-    "limits.sessions": ("client", "connection"),
-    "telemetry.otlp_endpoint": ("otel", "otlp", "collector", "metrics_end"),
-    "telemetry.prometheus": ("prom", "scrape", "metrics_port"),
-    "tenants": ("tenant", "user", "quota"),
-}
+__all__ = ["Config", "load_config"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +168,8 @@ def load_config(
     take((setting, setting.default, "default") for setting in SETTINGS)
     file = file or environ.get(CONFIG_ENV) or None
     if file is not None:
-        take(_from_file(file))
-    take(_from_environment(environ))
+        take(from_file(file))
+    take(from_environment(environ))
     for name, value in (flags or {}).items():
         setting = find_setting(name)
         assert setting is not None, name
@@ -220,7 +198,7 @@ def _check_together(config: Config) -> None:
     def refuse(name: str, why: str) -> ConfigError:
         setting = find_setting(name)
         assert setting is not None, name
-        shown = _without_password(str(value := getattr(config, setting.field)))
+        shown = without_password(str(value := getattr(config, setting.field)))
         return _refusal(
             setting, shown if isinstance(value, str) else value, config.origins[name], why
         )
@@ -267,172 +245,6 @@ def _group_id(group: str) -> int | None:
         return int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
     except (KeyError, OverflowError):
         return None
-
-
-# -- sources ------------------------------------------------------------------------------------
-
-
-def _from_file(file: str) -> Iterator[tuple[Setting, object, str]]:
-    try:
-        with open_file(file) as stream:
-            document = tomllib.load(stream)
-    except OSError as error:
-        raise ConfigError(f"config file {file}: {error.strerror}; give another --config") from None
-    except (ValueError, RecursionError) as error:  # also a number of too many digits
-        raise ConfigError(f"config file {file}: not valid TOML: {error}") from None
-    origin = f"file {file}"
-    sections = {setting.section for setting in SETTINGS}
-    for section, content in _tables(document):
-        whole = find_setting(section)
-        if whole is not None:
-            yield whole, content, origin
-            continue
-        if not isinstance(content, dict):
-            raise _unknown(section, f"config file {file}")
-        if section not in sections:
-            near = _nearest(section, [name for name in sections])
-            hint = f"; the nearest section is [{near}]" if near else ""
-            raise ConfigError(f"config file {file}: unknown section [{section}]{hint}")
-        for key, value in content.items():
-            setting = find_setting(f"{section}.{key}")
-            if setting is None:
-                raise _unknown(f"{section}.{key}", f"config file {file}")
-            yield setting, value, origin
-
-
-def _tables(document: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """The tables of a document by name; those within `tiers` as `tiers.NAME`."""
-    for section, content in document.items():
-        if section != "tiers" or not isinstance(content, dict):
-            yield section, content
-            continue
-        yield section, {k: v for k, v in content.items() if not isinstance(v, dict)}
-        for name, inner in content.items():
-            if isinstance(inner, dict):
-                yield f"tiers.{name}", inner
-
-
-def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Setting, object, str]]:
-    known = {setting.env: setting for setting in SETTINGS}
-    for name in sorted(environ):
-        if not name.startswith("KVD_") or name in CLIENT_ENV or name == CONFIG_ENV:
-            continue
-        if name not in known:
-            dotted = name.removeprefix("KVD_").lower()
-            near = _nearest(name, list(known)) or _by_other_words(dotted, lambda s: s.env)
-            hint = f"; the nearest is {near}" if near else ""
-            raise ConfigError(f"environment: unknown variable {name}{hint}; unset or rename it")
-        yield known[name], environ[name], f"env {name}"
-
-
-def _unknown(name: str, where: str) -> ConfigError:
-    names = [setting.name for setting in SETTINGS]
-    key = name.rpartition(".")[2]
-    keys: dict[str, str] = {}
-    for known in names:
-        keys.setdefault(known.rpartition(".")[2], known)
-    near_key = _nearest(key, list(keys))
-    near = (
-        (keys[near_key] if near_key else None)
-        or _by_other_words(key.lower(), lambda setting: setting.name)
-        or _nearest(name, names)
-    )
-    hint = f"; the nearest is {near}" if near else "; `kvd --help` lists all settings"
-    return ConfigError(f"{where}: unknown key {name}{hint}")
-
-
-def nearest_flag(flag: str) -> str | None:
-    """The flag that was probably meant."""
-    word = flag.lstrip("-").replace("-", "_").lower()
-    return _nearest(flag, [setting.flag for setting in SETTINGS]) or _by_other_words(
-        word, lambda setting: setting.flag
-    )
-
-
-def _nearest(name: str, names: list[str]) -> str | None:
-    found = difflib.get_close_matches(name, names, 1, 0.75)
-    return found[0] if found else None
-
-
-def _by_other_words(word: str, form: Any) -> str | None:
-    for name, others in _OTHER_WORDS.items():
-        setting = find_setting(name)
-        if setting is not None and any(other in word for other in others):
-            return str(form(setting))
-    return None
-
-
-# -- shown --------------------------------------------------------------------------------------
-
-
-_URLS = ("tiers.redis.url", "directory.url")  # a password may stand in them
-
-
-def _without_password(url: str) -> str:
-    """Less all that stands before an @ (a password may hold a / or @ unquoted), or in the query."""
-    return re.sub(r"([?&](?:username|password)=)[^&]*", r"\1***", re.sub(r"//.*@", "//", url))
-
-
-def shown_settings(config: Config) -> list[dict[str, Any]]:
-    """Every setting as a row of name, value (plain: it travels in `stat`) and origin."""
-    rows = []
-    for setting in SETTINGS:
-        value = getattr(config, setting.field)
-        if setting.name == "namespaces":
-            value = [rule._asdict() for rule in value]
-        elif setting.name == "tenants":
-            value = {tenant.name: shown_tenant(tenant) for tenant in value}
-        if setting.name in _URLS:
-            value = _without_password(value)
-        origin = config.origins.get(setting.name, "default")
-        rows.append({"name": setting.name, "value": value, "origin": origin})
-    return rows
-
-
-def resolved_toml(config: Config) -> str:
-    """The whole configuration as a kvd.toml that would give it again (less a password in a URL),
-    each origin beside it."""
-    lines: list[str] = []
-    section = None
-    for setting in SETTINGS:
-        if not setting.key:
-            continue
-        if setting.section != section:
-            section = setting.section
-            lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
-        value = getattr(config, setting.field)
-        if setting.name in _URLS:
-            value = _without_password(value)
-        origin = config.origins.get(setting.name, "default")
-        note = f"{format_size(value)}, {origin}" if setting.metavar == "SIZE" and value else origin
-        if value is None:
-            value = "auto" if setting.default == "auto" else ""
-        lines.append(f"{setting.key} = {_toml_value(value)}  # {note}")
-    for rule in config.namespaces:
-        lines += ["", f"[[namespaces]]  # {config.origins.get('namespaces', 'default')}"]
-        for name, value in rule._asdict().items():
-            if value not in (None, ()):
-                lines.append(f"{name} = {_toml_value(value)}")
-    for tenant in config.tenants:
-        name = _toml_value(tenant.name)
-        lines += ["", f"[tenants.{name}]  # {config.origins.get('tenants', 'default')}"]
-        shown = shown_tenant(tenant)
-        lines += [f"{k} = {_toml_value(v)}" for k, v in shown.items() if not isinstance(v, dict)]
-        for tier, _ in tenant.tiers:
-            lines += ["", f"[tenants.{name}.{tier}]"]
-            lines += [f"{k} = {_toml_value(v)}" for k, v in shown[tier].items()]
-    return "\n".join(lines) + "\n"
-
-
-def _toml_value(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return str(int(value)) if value == int(value) else repr(value)
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    # a TOML basic string has JSON's escapes, except for surrogate pairs and DEL
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 assert {setting.field for setting in SETTINGS} == {f.name for f in fields(Config)} - {

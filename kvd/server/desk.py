@@ -33,7 +33,7 @@ from kvd.server.access import Access, Grant, Peer
 from kvd.server.adoption import SpecRegistry
 from kvd.server.attach import Attached, AttachServer
 from kvd.server.carry import Carrier
-from kvd.server.config import Config, shown_settings
+from kvd.server.config import Config
 from kvd.server.counters import Counters
 from kvd.server.directory import SharedDirectory
 from kvd.server.figures import Figures, Own
@@ -42,6 +42,7 @@ from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
 from kvd.server.requests import Request
 from kvd.server.sessions import Route, Session, Sessions
+from kvd.server.shown import shown_settings
 from kvd.server.tcp import namespace_of_user
 from kvd.server.telemetry import Telemetry
 from kvd.server.tenancy import Tenancy

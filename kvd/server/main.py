@@ -20,11 +20,13 @@ from kvd.arena import plan
 from kvd.errors import ArenaError, ConfigError
 from kvd.server.adoption import check_arena_path, policy_of
 from kvd.server.collector import plan_export
-from kvd.server.config import Config, load_config, nearest_flag, resolved_toml
+from kvd.server.config import Config, load_config
 from kvd.server.recording import check_record, no_record
 from kvd.server.server import Server, limits_of
 from kvd.server.settings import SETTINGS
+from kvd.server.shown import resolved_toml
 from kvd.server.sizes import format_size
+from kvd.server.sources import nearest_flag
 from kvd.server.tcp import read_clients, read_secret_key
 from kvd.server.tenancy import open_access, open_registry
 from kvd.server.tiers import check_plans, plan_tiers

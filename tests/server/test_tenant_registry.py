@@ -13,7 +13,8 @@ import zmq
 
 from kvd.core.shares import Amount, TierShare
 from kvd.errors import BadKey, ConfigError, InternalError
-from kvd.server.config import load_config, resolved_toml, shown_settings
+from kvd.server.config import load_config
+from kvd.server.shown import resolved_toml, shown_settings
 from kvd.server.tenantrules import Tenant, parse_tenant, shown_tenant
 from kvd.server.tenants import Registry, state_path, token_digest
 
