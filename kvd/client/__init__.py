@@ -7,11 +7,11 @@ or survives a fork. Bytes go through shared memory; the daemon is asked where.
 from kvd.client.base import SpecHandle
 from kvd.client.call import Call
 from kvd.client.client import Client
+from kvd.client.copies import as_bytes, copy_into, copy_out
 from kvd.client.lease import Lease, Transfer
 from kvd.client.lookup import Lookup
 from kvd.client.reservation import Reservation
 from kvd.client.settings import Counters, Curve, Info, SharedLease
-from kvd.client.stream import as_bytes, copy_into, copy_out
 from kvd.wire.messages import EvictReply, ListReply, Selector
 
 __all__ = [

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from kvd.chunk import Outcome
 from kvd.client.call import Call
+from kvd.client.copies import as_bytes, copy_out
 from kvd.client.keys import outcomes
-from kvd.client.stream import Copier, Keys, Stream, as_bytes, copy_out
+from kvd.client.stream import Copier, Keys, Stream
 from kvd.errors import ProtocolError
 from kvd.wire import GetFlag
 from kvd.wire import messages as m

@@ -11,11 +11,12 @@ from typing import Any
 
 from kvd.chunk import Kind, Outcome
 from kvd.client.base import ClientBase, SpecHandle, SpecLike
+from kvd.client.copies import as_bytes, copy_into
 from kvd.client.durations import span_ns
 from kvd.client.inline import InlineStore, put_message
 from kvd.client.keys import Hashes, Numbers, outcomes, pack_fingerprints, pack_numbers, whole
 from kvd.client.reservation import Reservation
-from kvd.client.stream import Copier, Keys, Store, as_bytes, copy_into
+from kvd.client.stream import Copier, Keys, Store
 from kvd.errors import SpecError
 from kvd.wire import messages as m
 
