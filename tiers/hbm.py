@@ -23,6 +23,7 @@ from kvd.chunk import IDENTITY_DTYPE, ChunkHeader
 from kvd.errors import ConfigError
 from kvd.tiers.backend import Backend, Found, Refused, Stored, failed
 from kvd.tiers.base import Answer, Key, Place, ProbeReport, Reason, Recovered, Usage
+from kvd.tiers.borrowing import Export
 
 PAGE = 4096
 MIB = 1 << 20
@@ -38,25 +39,6 @@ class HbmConfig(NamedTuple):
     slab_bytes: int | None = None
     reserve_bytes: int = 512 * MIB
     epoch: int = 0
-
-
-class Export(NamedTuple):
-    """One slot, for another process: plain values that a message can carry. Good while the daemon
-    has this epoch and until the owner's release; a copy out is good only if the place's generation
-    is the same after it as before."""
-
-    epoch: int
-    device: int
-    handle: bytes
-    storage_bytes: int
-    storage_offset: int
-    ref_counter: bytes
-    ref_counter_offset: int
-    event: bytes
-    event_needed: bool
-    offset: int  # of the slot in the slab, bytes
-    length: int
-    place: Place
 
 
 class _Slab:
@@ -396,40 +378,6 @@ class HbmBackend(Backend):
         self._held = self._used = self._chunks = 0
         if self._torch is not None and self._device.type == "cuda":
             self._torch.cuda.empty_cache()
-
-
-class Borrowed:
-    """An engine's view of lent slabs, by export. Each slab is mapped once a process."""
-
-    def __init__(self) -> None:
-        self._storages: dict[tuple[int, bytes, int], Any] = {}
-
-    def tensor(self, export: Export, epoch: int) -> Any:
-        """A uint8 tensor over the lent chunk, on its device. ConfigError if the export is of
-        another life of the daemon: its memory is gone."""
-        import torch
-
-        if export.epoch != epoch:
-            raise ConfigError(f"an export of epoch {export.epoch}, the daemon's is {epoch}")
-        key = (export.device, export.handle, export.storage_offset)
-        if key not in self._storages:
-            torch.cuda._lazy_init()
-            self._storages[key] = torch.UntypedStorage._new_shared_cuda(
-                export.device,
-                export.handle,
-                export.storage_bytes,
-                export.storage_offset,
-                export.ref_counter,
-                export.ref_counter_offset,
-                export.event,
-                export.event_needed,
-            )
-        whole = torch.empty(0, dtype=torch.uint8, device=f"cuda:{export.device}")
-        whole.set_(self._storages[key], 0, (export.storage_bytes,))
-        return whole[export.offset : export.offset + export.length]
-
-    def close(self) -> None:
-        self._storages.clear()
 
 
 def _pages(length: int) -> int:

@@ -28,7 +28,8 @@ import numpy as np
 from kvd.chunk import ChunkHeader, HeaderFlag, KVSpec, ShardSpec, State, payload_digest
 from kvd.client import Client
 from kvd.tiers.base import NEVER, Key, Place
-from kvd.tiers.hbm import Borrowed, Export, HbmBackend, HbmConfig
+from kvd.tiers.borrowing import Borrowed, Export
+from kvd.tiers.hbm import HbmBackend, HbmConfig
 from kvd.tools.bench.daemon import Daemon
 
 __all__ = ["main"]

@@ -14,7 +14,8 @@ from tiers_kit import CONFIG, Chunk, Rig
 from kvd.errors import ConfigError
 from kvd.tiers.backend import Backend, Refused
 from kvd.tiers.base import Answer, Place
-from kvd.tiers.hbm import Borrowed, HbmBackend, HbmConfig
+from kvd.tiers.borrowing import Borrowed
+from kvd.tiers.hbm import HbmBackend, HbmConfig
 
 torch = pytest.importorskip("torch")
 MIB = 1 << 20
@@ -101,7 +102,7 @@ def test_a_lent_slot_waits_for_whoever_has_it() -> None:
 BORROWER = """
 import sys
 from kvd.tiers.base import Place
-from kvd.tiers.hbm import Borrowed, Export
+from kvd.tiers.borrowing import Borrowed, Export
 import msgpack, hashlib
 fields = msgpack.unpackb(sys.stdin.buffer.read())
 export = Export(*fields[:-1], Place(*fields[-1]))

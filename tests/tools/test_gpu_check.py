@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvd.tiers.base import Place  # noqa: E402
-from kvd.tiers.hbm import Export  # noqa: E402
+from kvd.tiers.borrowing import Export  # noqa: E402
 from kvd.tools import gpu  # noqa: E402
 
 
