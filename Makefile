@@ -24,6 +24,10 @@ PY := $(VENV)/bin/python
 VLLM := .venv-vllm
 VLLM_PY := $(VLLM)/bin/python
 SGLANG := .venv-sglang
+# The core compiled (setup.py says what): installed, not editable, so that it is never older than
+# the source that somebody edits.
+COMPILED := .venv-compiled
+SOURCES := $(shell find kvd eviction tiers connectors tools -name '*.py')
 # mypy can't see setuptools' package-dir mapping of an editable install, so it gets the package as
 # a wheel would lay it out, in symbolic links.
 TYPED := build/typed
@@ -34,7 +38,7 @@ EDITABLE := PYTHONWARNINGS='ignore:Editable installation'
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-gpu test-engines test-sglang lint demo demo-transformers demo-vllm bench bench-engine clean
+.PHONY: help venv compiled test test-compiled test-gpu test-engines test-sglang lint demo demo-transformers demo-vllm bench bench-engine clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -97,6 +101,25 @@ test: $(VENV)/.models $(VENV)/.kvikio  ## every test that needs neither a GPU no
 test-gpu: $(VENV)/.models $(VENV)/.kvikio  ## what only a machine with a CUDA device can show, as a JSON table, < 5 min
 	$(PY) -m kvd.tools.gpu
 
+compiled: $(COMPILED)/.made  ## kvd with its core compiled, in .venv-compiled; needs a C compiler, takes minutes
+
+$(COMPILED)/.dev: pyproject.toml
+	@command -v cc >/dev/null || { echo "compiling the core needs a C compiler: cc is not on the PATH; kvd works without (make venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(COMPILED)
+	$(COMPILED)/bin/python -m pip install --quiet --upgrade pip setuptools wheel
+	$(COMPILED)/bin/python -m pip install --quiet '.[dev]'
+	@touch $@
+
+$(COMPILED)/.made: $(COMPILED)/.dev setup.py $(SOURCES)
+	rm -rf build/lib.* build/bdist.* build/mypyc build/mypyc-c
+	KVD_COMPILE=1 $(COMPILED)/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
+	@touch $@
+
+# -P: what is tested is what is installed, not what lies here.
+test-compiled: $(COMPILED)/.made  ## the core's, policies' and crash tests against the compiled core
+	CRASH_ROUNDS=5 $(COMPILED)/bin/python -P -m pytest -m 'not gpu and not engine' --color=no \
+		-n $(WORKERS) --dist loadfile tests/core tests/eviction tests/server/test_policy.py tests/crash $(PYTEST_ARGS)
+
 lint: $(VENV)/.dev  ## ruff, and mypy over the package as it is installed
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/kvd
 	@ln -s $(CURDIR)/kvd/* $(CURDIR)/tiers $(CURDIR)/eviction $(CURDIR)/connectors $(CURDIR)/tools $(TYPED)/kvd/
@@ -122,12 +145,8 @@ demo-vllm: $(VLLM)/.kvd
 bench-engine: $(VLLM)/.kvd  ## kvd-bench engine: what the connector costs vLLM, and what it saves
 	$(VLLM)/bin/kvd-bench engine
 
-bench: $(VENV)/.dev  ## kvd-bench: data, control, index, tiers and policy
-	$(VENV)/bin/kvd-bench data
-	$(VENV)/bin/kvd-bench control
-	$(VENV)/bin/kvd-bench index
-	$(VENV)/bin/kvd-bench tiers
-	$(VENV)/bin/kvd-bench policy
+bench: $(COMPILED)/.made  ## kvd-bench: data, control, index, tiers, policy and isolation, compiled
+	for part in data control index tiers policy isolation; do $(COMPILED)/bin/kvd-bench $$part || exit 1; done
 
 clean:  ## remove what was built; the virtual environment and the prepared model stay
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Sequence
 from heapq import heappush
 from math import exp2, log2, nan
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from kvd.eviction.base import Ghostly
 from kvd.eviction.crf import FAR
 from kvd.eviction.ghosts import Ghosts
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy, worth
+from kvd.native import mypyc_attr
 
 # A half-life of a millisecond orders by the last use: LRU is one of the experts.
 HALF_LIVES_S = (0.001, 60.0, 300.0, 1200.0)
@@ -32,11 +33,12 @@ _STEP = 64  # ids that one call moves to the new ruler's heaps
 _LOWEST = float("-inf")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Adaptive(LeafPolicy):
     """Score: the ruling expert's S, in its half-lives. `value` and `coldness` are in seconds of
     recency, so that they mean the same whoever rules."""
 
-    name = "adaptive"
+    name: ClassVar[str] = "adaptive"
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ were resident at a time stand in for it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +17,17 @@ from kvd.eviction.base import Ghostly
 from kvd.eviction.ghosts import Ghosts
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy
 from kvd.eviction.walk import Walk
+from kvd.native import mypyc_attr
 
 ONCE, AGAIN = 0, 1
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Arc(LeafPolicy):
     """Score: last use, ns, in the list T1 (used once) or T2 (used again)."""
 
-    name = "arc"
-    _lists = 2
+    name: ClassVar[str] = "arc"
+    _lists: ClassVar[int] = 2
 
     def __init__(self, same_use_s: float = SAME_USE_S) -> None:
         super().__init__(same_use_s)

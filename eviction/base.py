@@ -12,14 +12,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.native import mypyc_attr
+
 Ghostly = tuple[NDArray[np.uint64], NDArray[np.float64]]  # digests, and a row of numbers for each
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Policy(ABC):
     """Order of eviction among the chunks of one tier. One instance, one thread.
 
@@ -27,7 +30,7 @@ class Policy(ABC):
     are asked for a queue, so that room is made where it is needed.
     """
 
-    name: str = "?"
+    name: ClassVar[str] = "?"
 
     @abstractmethod
     def insert(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import exp2, log2
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +18,16 @@ from numpy.typing import NDArray
 from kvd.eviction.base import Ghostly
 from kvd.eviction.ghosts import Ghosts
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy, worth
+from kvd.native import mypyc_attr
 
 FAR = 64.0  # half-lives beyond which the smaller term is lost in a double
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Crf(LeafPolicy):
     """Score: S in half-lives. `half_life_s` seconds; ghosts: `ghost_factor` x resident chunks."""
 
-    name = "crf"
+    name: ClassVar[str] = "crf"
 
     def __init__(
         self,

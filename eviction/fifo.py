@@ -8,14 +8,17 @@ LRU on conversations.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from kvd.eviction.leaves import LeafPolicy
+from kvd.native import mypyc_attr
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Fifo(LeafPolicy):
     """Score: time of insertion, ns."""
 
-    name = "fifo"
+    name: ClassVar[str] = "fifo"
 
     def _first(self, chunk: int, ghost: int, size: int, time: int) -> float:
         return float(time)

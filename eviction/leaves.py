@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, isinf, nan
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from kvd.eviction.aside import Aside
 from kvd.eviction.base import Ghostly, Policy
 from kvd.eviction.walk import Walk
+from kvd.native import mypyc_attr
 
 ABSENT = -1
 SAME_USE_S = 1.0
@@ -42,6 +43,7 @@ def worth(age_ns: float) -> float:
     return 1.0 / (1.0 + age) if age >= 0.0 else 1.0 - age
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LeafPolicy(Policy):
     """What every policy with one score a chunk shares: membership, time, leaves, restart.
 
@@ -49,7 +51,7 @@ class LeafPolicy(Policy):
     split a queue in several lists (`_lists`): a chunk's home is `queue * _lists + list`.
     """
 
-    _lists = 1
+    _lists: ClassVar[int] = 1
 
     def __init__(self, same_use_s: float = SAME_USE_S) -> None:
         self._same_ns = same_use_s * 1e9

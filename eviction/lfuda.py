@@ -7,19 +7,21 @@ of its last use, so what was popular once is overtaken.
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvd.eviction.base import Ghostly
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy
+from kvd.native import mypyc_attr
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Lfuda(LeafPolicy):
     """Score: uses + age of the cache at the last use, both in uses."""
 
-    name = "lfuda"
+    name: ClassVar[str] = "lfuda"
 
     def __init__(self, same_use_s: float = SAME_USE_S) -> None:
         super().__init__(same_use_s)

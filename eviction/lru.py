@@ -12,21 +12,24 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from math import inf
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvd.eviction.aside import Aside
 from kvd.eviction.base import Policy
+from kvd.native import mypyc_attr
 
 ABSENT = -1
 _NS = 1e9
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Lru(Policy):
     """Worth of a chunk: 1 / (1 + seconds since its last use)."""
 
-    name = "lru"
+    name: ClassVar[str] = "lru"
 
     def __init__(self) -> None:
         self._colder = array("i")  # neighbour towards the cold end, or ABSENT

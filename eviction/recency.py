@@ -7,13 +7,17 @@ that failed, and knows nothing of it.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from kvd.eviction.leaves import LeafPolicy
+from kvd.native import mypyc_attr
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Recency(LeafPolicy):
     """Score: last use, ns."""
 
-    name = "recency"
+    name: ClassVar[str] = "recency"
 
     def _first(self, chunk: int, ghost: int, size: int, time: int) -> float:
         return float(time)

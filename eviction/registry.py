@@ -7,7 +7,6 @@ names a policy of one's own. Options follow a colon: `crf:half_life_s=300,ghost_
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -26,6 +25,8 @@ from kvd.eviction.reuse import Reuse
 from kvd.eviction.s3fifo import S3Fifo
 
 DEFAULT = "reuse"
+# What Policy leaves open. Said here, because the compiled class does not know it at run time.
+_MUST = ("insert", "touch", "victims", "coldness", "forget", "value", "__len__")
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy for policy in (Adaptive, Arc, Crf, Fifo, Lfuda, Lru, Reuse, S3Fifo)
@@ -76,8 +77,12 @@ def _find(name: str, load: Load | None) -> type[Policy]:
         raise ConfigError(f"eviction policy {name!r} exits when imported ({error})") from error
     except Exception as error:  # the module is not ours
         raise ConfigError(f"eviction policy {name!r} can't be imported: {error}") from error
-    if not isinstance(found, type) or not issubclass(found, Policy) or inspect.isabstract(found):
+    if not isinstance(found, type) or not issubclass(found, Policy):
         raise ConfigError(f"eviction policy {name!r} is no class that fulfils Policy")
+    if lacks := [one for one in _MUST if getattr(found, one) is getattr(Policy, one)]:
+        raise ConfigError(
+            f"eviction policy {name!r} is no class that fulfils Policy: it lacks {', '.join(lacks)}"
+        )
     return found
 
 

@@ -12,7 +12,7 @@ leaning on what all have seen while it has seen little.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from kvd.eviction.ghosts import Ghosts
 from kvd.eviction.leaves import ABSENT, SAME_USE_S, LeafPolicy, worth
 from kvd.eviction.odds import BINS, Odds, bin_of, bins_of
 from kvd.eviction.walk import Walk
+from kvd.native import mypyc_attr
 
 _MOST = 3  # uses after the first that make a difference
 _SAMPLE = 4096  # running lives looked at for one refresh
@@ -31,14 +32,15 @@ _FRESH = 256  # evictions that the odds hold for at least: to work them out take
 _TIE = 1e-6  # of the recency by which equal odds are told apart
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Reuse(LeafPolicy):
     """Score: last use, ns. Lists: min(uses, 3) * 2 + (1 if it ever had a child).
 
     `horizon`: "soon", as a multiple of the mean age at which chunks go. `prior`: see `Odds`.
     """
 
-    name = "reuse"
-    _lists = 2 * (_MOST + 1)
+    name: ClassVar[str] = "reuse"
+    _lists: ClassVar[int] = 2 * (_MOST + 1)
 
     def __init__(
         self,

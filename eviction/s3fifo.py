@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,16 +18,18 @@ from kvd.eviction.base import Ghostly
 from kvd.eviction.ghosts import Ghosts
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy
 from kvd.eviction.walk import Walk
+from kvd.native import mypyc_attr
 
 SMALL, MAIN = 0, 1
 _MOST = 3  # uses that count
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class S3Fifo(LeafPolicy):
     """Score: time of entry, ns, into the small or the main queue. `small`: share of the former."""
 
-    name = "s3fifo"
-    _lists = 2
+    name: ClassVar[str] = "s3fifo"
+    _lists: ClassVar[int] = 2
 
     def __init__(self, small: float = 0.1, same_use_s: float = SAME_USE_S) -> None:
         super().__init__(same_use_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from kvd.eviction.aside import Aside
 
@@ -28,7 +28,7 @@ class Forest(Protocol):
     _late: Aside
     _soon: Aside
     _over: set[int]
-    _lists: int
+    _lists: ClassVar[int]
 
     def _top(self, home: int) -> int: ...
 

@@ -195,7 +195,9 @@ class Core:
         except Exception as error:
             if hasattr(event, "request"):
                 self._answers.give_up(event, error)
-            raise CoreFault(event, store.out) from error
+            fault = CoreFault(event, store.out)
+            fault.__cause__ = error  # a compiled `raise` forgets its `from`
+            raise fault from error
         return store.out
 
     def grow(self, reserved: int) -> None:

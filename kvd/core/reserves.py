@@ -298,7 +298,7 @@ class Reserves:
             return bytes(results)
         for n in range(len(ask.shards)):
             self._writes.take_back(write, places + n)
-        return bytes(ended if r == Outcome.GRANTED else r for r in results)
+        return bytes(results).replace(bytes([Outcome.GRANTED]), bytes([ended]))
 
     def _slot(self, write: Write, row: int, shard: int) -> Work[int | Outcome]:
         """A slot for a shard as a record number, or why there is none. Others may come first

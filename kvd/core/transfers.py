@@ -274,7 +274,7 @@ class Transfers:
         """End it: what is not known yet is CANCELLED."""
         del self.by_number[transfer.number]
         transfer.cancelled = True
-        for result, outcome in enumerate(transfer.outcomes):
+        for result, outcome in enumerate(bytes(transfer.outcomes)):
             if outcome == Outcome.FAILED:
                 transfer.outcomes[result] = Outcome.CANCELLED
                 transfer.order.append(result)

@@ -18,6 +18,7 @@ from typing import NoReturn
 from kvd import __version__
 from kvd.arena import plan
 from kvd.errors import ArenaError, ConfigError
+from kvd.native import compiled
 from kvd.server.adoption import check_arena_path, policy_of
 from kvd.server.collector import plan_export
 from kvd.server.config import Config, load_config
@@ -156,6 +157,7 @@ def start_block(server: Server) -> str:
         ),
         ("tiers", f"dram {format_size(arena.size)}"),
         *_tiers(server),
+        ("core", "compiled" if compiled() else "in Python"),
         ("eviction", policy_of(config)().name),
         ("metrics", _metrics(config)),
         ("epoch", str(arena.epoch)),

@@ -82,6 +82,7 @@ def test_it_grows_and_shrinks_under_traffic() -> None:
     assert book.index.get_many(1, b"".join(names)).tolist() == [NONE] * len(names)
 
 
+@pytest.mark.inside
 def test_one_change_moves_a_few_entries_only() -> None:
     """A table of a million entries must not be rebuilt in one event."""
     book = Book(20_000)

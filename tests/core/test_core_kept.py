@@ -66,6 +66,7 @@ def ask_load(world: World, client: Client, keys: list[bytes]) -> int:
     return sum(isinstance(job, ac.TierRead) for job in world.jobs)
 
 
+@pytest.mark.inside
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_load_needs_not_wait_for_a_slot_that_a_flood_waits_for(
     kept: bool, monkeypatch: pytest.MonkeyPatch

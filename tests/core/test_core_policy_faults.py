@@ -13,6 +13,8 @@ from kvd.core import actions as ac
 from kvd.eviction import POLICIES
 from kvd.eviction.recency import Recency
 
+pytestmark = pytest.mark.inside
+
 SLOTS = 128  # of 8 KiB in the world's 1 MiB
 
 

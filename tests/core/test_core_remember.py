@@ -187,6 +187,7 @@ def test_knowledge_that_does_not_hold_is_a_cold_policy(policy: str, how: str) ->
         assert world.recalled == []
 
 
+@pytest.mark.inside
 def test_a_policy_that_can_not_tell_costs_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """K39: the daemon goes on, and keeps nothing of it."""
     world = busy("crf")

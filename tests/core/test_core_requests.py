@@ -145,6 +145,7 @@ def test_the_registry_tells_when_it_has_grown() -> None:
     assert world.core.registry_version == version
 
 
+@pytest.mark.inside
 def test_a_fault_of_the_server_is_no_answer_to_a_client() -> None:
     world = World()
     client = world.open()
@@ -241,6 +242,7 @@ def test_time_never_goes_back() -> None:
     assert client.renew(lease.lease, S).expiry == lease.expiry
 
 
+@pytest.mark.inside
 def test_a_fault_leaves_core_and_records_of_one_mind(world: World) -> None:
     """What was granted, evicted or pinned before the fault is undone or carried out; nothing that
     was evicted comes back with the next life."""
@@ -275,6 +277,7 @@ def test_a_fault_leaves_core_and_records_of_one_mind(world: World) -> None:
     assert world.tier["chunks"] == 0
 
 
+@pytest.mark.inside
 def test_a_fault_in_a_later_slice_is_the_answer_of_the_request_that_waits(world: World) -> None:
     client = world.open()
 

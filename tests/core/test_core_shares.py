@@ -279,7 +279,7 @@ def test_a_slab_of_one_below_its_minimum_is_not_taken() -> None:
 
 
 def ladder_of(limit: int = 512 * KIB, **rules: TenantRules) -> World:
-    return World(256 * KIB, 64 * KIB, tiers=(TierConfig("nvme", limit),), tenants=[*rules.items()])
+    return World(256 * KIB, 64 * KIB, tiers=(TierConfig("nvme", limit),), tenants=(*rules.items(),))
 
 
 def test_a_minimum_holds_in_the_tier_below() -> None:

@@ -9,6 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
 
+from kvd.native import compiled
+
 
 def facts() -> list[tuple[str, str]]:
     """Name and value of each fact that a reader needs to compare figures."""
@@ -26,7 +28,8 @@ def facts() -> list[tuple[str, str]]:
         (
             "software",
             f"Python {platform.python_version()}, numpy {version('numpy')}, "
-            f"pyzmq {version('pyzmq')}, kvd {version('kvd')}",
+            f"pyzmq {version('pyzmq')}, kvd {version('kvd')} "
+            f"({'compiled' if compiled() else 'in Python'})",
         ),
     ]
 

@@ -1,0 +1,28 @@
+"""Whether the parts that every request goes through are compiled, and what they say to the
+compiler.
+
+The law of this module: the source is Python and runs as it is; a wheel may hold the same modules
+compiled by mypyc (`setup.py`). Nothing behaves differently but for the time that it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeVar
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    from mypy_extensions import mypyc_attr as mypyc_attr
+else:
+
+    def mypyc_attr(*marks: str, **more: Any) -> Callable[[type[T]], type[T]]:
+        """For the compiler alone; it takes it away."""
+        return lambda cls: cls
+
+
+def compiled() -> bool:
+    """Whether the core that runs here is compiled."""
+    core = find_spec("kvd.core.core")
+    return core is not None and not str(core.origin).endswith(".py")
