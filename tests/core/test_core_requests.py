@@ -145,7 +145,6 @@ def test_the_registry_tells_when_it_has_grown() -> None:
     assert world.core.registry_version == version
 
 
-@pytest.mark.inside
 def test_a_fault_of_the_server_is_no_answer_to_a_client() -> None:
     world = World()
     client = world.open()
