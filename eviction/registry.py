@@ -77,7 +77,8 @@ def _find(name: str, load: Load | None) -> type[Policy]:
         raise ConfigError(f"eviction policy {name!r} exits when imported ({error})") from error
     except Exception as error:  # the module is not ours
         raise ConfigError(f"eviction policy {name!r} can't be imported: {error}") from error
-    if not isinstance(found, type) or not issubclass(found, Policy):
+    # not issubclass: compiled classes share one cache of what is whose subclass
+    if not isinstance(found, type) or Policy not in found.__mro__:
         raise ConfigError(f"eviction policy {name!r} is no class that fulfils Policy")
     if lacks := [one for one in _MUST if getattr(found, one) is getattr(Policy, one)]:
         raise ConfigError(
