@@ -59,6 +59,8 @@ def extensions() -> Any:
 if os.environ.get("KVD_COMPILE") == "1":
     # An installer asks for metadata first, and then brings what the build requires: the compiler,
     # and what the compiled modules import, for it checks their types.
+    if {"editable_wheel", "develop"} & set(sys.argv):
+        sys.exit("KVD_COMPILE=1 is not for editable installs: edits would change nothing")
     builds = {"bdist_wheel", "build", "build_ext"} & set(sys.argv)
     setup(
         ext_modules=extensions() if builds else [],

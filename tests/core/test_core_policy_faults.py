@@ -13,8 +13,6 @@ from kvd.core import actions as ac
 from kvd.eviction import POLICIES
 from kvd.eviction.recency import Recency
 
-pytestmark = pytest.mark.inside
-
 SLOTS = 128  # of 8 KiB in the world's 1 MiB
 
 
@@ -62,6 +60,7 @@ def break_for_good(
     monkeypatch.setattr(kind, method, broken)
 
 
+@pytest.mark.inside
 @pytest.mark.parametrize("after", [0, 30])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_policy_that_raises_costs_its_turn_only(
@@ -93,6 +92,7 @@ class Stop(BaseException):
     """As libraries have them, to pass all that catches an Exception."""
 
 
+@pytest.mark.inside
 @pytest.mark.parametrize("fault", [SystemExit, GeneratorExit, Stop])
 @pytest.mark.parametrize("method", ["insert", "touch", "victims", "coldness", "forget"])
 def test_a_policy_that_wants_to_exit_costs_its_turn_only(
@@ -107,6 +107,7 @@ def test_a_policy_that_wants_to_exit_costs_its_turn_only(
     assert world.tier["eviction"]["error"].startswith(f"crf.{method}: {fault.__name__}: ")
 
 
+@pytest.mark.inside
 @pytest.mark.parametrize("method", ["snapshot", "memory", "ghosts"])
 def test_what_it_raises_when_it_is_to_tell_what_it_knows_keeps_no_daemon_from_ending(
     method: str, monkeypatch: pytest.MonkeyPatch
@@ -118,6 +119,7 @@ def test_what_it_raises_when_it_is_to_tell_what_it_knows_keeps_no_daemon_from_en
     assert world.tier["eviction"]["error"].startswith("crf.snapshot: SystemExit: ")
 
 
+@pytest.mark.inside
 def test_the_terminals_interrupt_is_no_fault_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(policy="crf")
     break_for_good(monkeypatch, POLICIES["crf"], "insert", 0, KeyboardInterrupt)
@@ -126,6 +128,7 @@ def test_the_terminals_interrupt_is_no_fault_of_a_policy(monkeypatch: pytest.Mon
     assert world.tier["eviction"]["error"] == ""
 
 
+@pytest.mark.inside
 @pytest.mark.parametrize("method", METHODS)
 def test_without_any_policy_stores_go_on(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """K39: what takes over fails as well."""
@@ -139,6 +142,7 @@ def test_without_any_policy_stores_go_on(method: str, monkeypatch: pytest.Monkey
     assert world.counter("policy_errors") == 1 + (world.tier["eviction"]["turn"] == "none")
 
 
+@pytest.mark.inside
 def test_what_takes_over_goes_by_the_last_use_of_all_that_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -165,6 +169,7 @@ def test_what_takes_over_goes_by_the_last_use_of_all_that_is_there(
     assert client.lookup(wanted, chain(5, 8)).leading == 8
 
 
+@pytest.mark.inside
 def test_a_tier_below_goes_on_without_its_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     """K39: it makes room by LRU, and then by rows; DRAM's policy keeps its turn."""
     tier = TierConfig("nvme", 64 * 8 * KIB)

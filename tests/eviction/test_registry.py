@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from kvd.errors import ConfigError
+from kvd.eviction.base import Policy
 from kvd.eviction.crf import Crf
-from kvd.eviction.registry import DEFAULT, POLICIES, factory, make
+from kvd.eviction.registry import _MUST, DEFAULT, POLICIES, factory, make
+from kvd.native import compiled
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -31,6 +35,23 @@ def test_options_follow_a_colon() -> None:
 def test_a_dotted_path_is_ones_own() -> None:
     made = factory("kvd.eviction.crf.Crf:half_life_s=9", importlib.import_module)
     assert isinstance(made(), Crf)
+
+
+@pytest.mark.skipif(compiled(), reason="a compiled class does not know what it leaves open")
+def test_all_that_the_contract_leaves_open_is_asked_for() -> None:
+    assert set(_MUST) == Policy.__abstractmethods__
+
+
+def test_what_a_policy_of_ones_own_lacks_is_named() -> None:
+    class Half(Policy):
+        def __len__(self) -> int:
+            return 0
+
+        def victims(self, queue: int, now: int) -> Iterator[int]:
+            return iter(())
+
+    with pytest.raises(ConfigError, match=r"it lacks insert, touch, coldness, forget, value$"):
+        factory("mine.Half", lambda module: SimpleNamespace(Half=Half))
 
 
 @pytest.mark.parametrize(
