@@ -28,6 +28,7 @@ from kvd.server.settings import SETTINGS
 from kvd.server.shown import resolved_toml
 from kvd.server.sizes import format_size
 from kvd.server.sources import nearest_flag
+from kvd.server.standard import complain, hold_standard, say
 from kvd.server.tcp import read_clients, read_secret_key
 from kvd.server.tenancy import open_access, open_registry
 from kvd.server.tiers import check_plans, plan_tiers
@@ -90,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def run(argv: Sequence[str]) -> int:
     """The daemon's life; its exit code."""
+    hold_standard()
     try:
         arguments = vars(_parser().parse_args(argv))
         file, check = arguments.pop("config"), arguments.pop("check")
@@ -98,17 +100,19 @@ def run(argv: Sequence[str]) -> int:
         _log_to_stderr(config.log_level)
         if check:
             _check(config)
-            sys.stdout.write(resolved_toml(config))
-            return OK
+            return OK if _shown(resolved_toml(config)) else FAULT
         server = Server(config)
         server.startup()
     except (ConfigError, ArenaError) as refused:
-        line = " ".join(str(refused).split())
-        sys.stderr.write(f"kvd: {line}\n")
+        complain(str(refused))
         return REFUSED
+    except OSError as error:  # not a setting: descriptors, memory or threads have run out
+        complain(f"can't start: {error}")
+        return FAULT
     try:
-        sys.stdout.write(start_block(server))
-        sys.stdout.flush()
+        unsaid = say(start_block(server))
+        if unsaid is not None:  # the daemon is of use to those who did not read it, too
+            log.warning("the start block could not be written: %s", unsaid.strerror or unsaid)
         server.main_loop()
     except Exception:  # the last boundary: said once, and the sockets are cleaned up
         log.exception("the daemon can't go on")
@@ -116,6 +120,14 @@ def run(argv: Sequence[str]) -> int:
     finally:
         server.shutdown()
     return OK
+
+
+def _shown(text: str) -> bool:
+    """Whether it was written; says why not, unless the reader just had enough (`| head`)."""
+    unsaid = say(text)
+    if unsaid is not None and not isinstance(unsaid, BrokenPipeError):
+        complain(f"can't write the output: {unsaid.strerror or unsaid}")
+    return unsaid is None
 
 
 def _check(config: Config) -> None:

@@ -121,6 +121,10 @@ def text(value: object) -> str:
         raise ValueError("not a text")
     if "\0" in value:
         raise ValueError("holds a NUL byte")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # bytes of a flag or a variable, or an escape in JSON
+        raise ValueError("not UTF-8; give a text without such bytes") from None
     return value
 
 
@@ -128,7 +132,7 @@ def path(value: object) -> str:
     found = text(value)
     if not found:
         raise ValueError("empty; give a path")
-    return os.path.abspath(os.path.expanduser(found))
+    return text(os.path.abspath(os.path.expanduser(found)))  # the folder one is in counts, too
 
 
 def maybe_path(value: object) -> str | None:

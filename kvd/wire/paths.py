@@ -48,7 +48,12 @@ def attach_path(socket: str) -> str:
 
 def check_socket_path(socket: str) -> str:
     """Give `socket` back if both sockets can be bound and reached there; ConfigError if not."""
-    raw = os.fsencode(socket)
+    try:  # libzmq's addresses are text
+        raw = socket.encode()
+    except AttributeError:
+        raise ConfigError(f"socket: a path as text is due, not {type(socket).__name__}") from None
+    except UnicodeEncodeError:
+        raise ConfigError(f"socket: the path {socket!r} is not UTF-8; choose another") from None
     if not raw or b"\0" in raw:
         raise ConfigError("socket: the path is empty or has a NUL byte; name a file")
     if len(raw) > SUN_PATH_BYTES:
@@ -56,7 +61,7 @@ def check_socket_path(socket: str) -> str:
             f"socket: the path has {len(raw)} bytes, a unix socket's has at most "
             f"{SUN_PATH_BYTES}; choose a shorter directory or name"
         )
-    target = os.fsencode(attach_path(socket))
+    target = attach_path(socket).encode()
     if len(target) > SUN_PATH_BYTES and len(os.path.basename(target)) > _SHORT_NAME_BYTES:
         raise ConfigError(
             f"socket: the file name has {len(os.path.basename(raw))} bytes, in a path this long "
