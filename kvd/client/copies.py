@@ -5,6 +5,7 @@ The law of this module: all of a payload is copied, or nothing; large copies don
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ __all__ = ["as_bytes", "copy_into", "copy_into_with_digest", "copy_out", "copy_o
 
 def as_bytes(buffer: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Any C-contiguous buffer, array or CPU tensor as flat bytes, without a copy. ValueError if
-    it is not contiguous."""
+    it is not contiguous, or holds no plain values: those of Python objects are pointers, and what
+    came back into such an array would be called one."""
     if hasattr(buffer, "untyped_storage"):  # a torch tensor: numpy does not know all its dtypes
         import torch
 
@@ -24,6 +26,8 @@ def as_bytes(buffer: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
             raise ValueError("a contiguous tensor on the CPU is due")
         return np.asarray(buffer.detach().reshape(-1).view(torch.uint8).numpy())
     view = memoryview(buffer)
+    if "O" in view.format and "O" in re.sub(":[^:]*:", "", view.format):  # names of fields aside
+        raise ValueError("a buffer of plain values is due, not one of Python objects")
     if not view.c_contiguous:
         raise ValueError("a C-contiguous buffer is due")
     return np.frombuffer(view.cast("B"), dtype=np.uint8)

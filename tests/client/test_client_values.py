@@ -12,6 +12,7 @@ from fake_daemon import SLOT, FakeDaemon, keys, make_spec
 
 from kvd.chunk import Outcome
 from kvd.client import Client
+from kvd.client.copies import copy_into, copy_out
 from kvd.client.keys import pack_items, pack_numbers, whole
 from kvd.errors import BadKey, ConfigError, KvdError, LimitExceeded
 from kvd.wire import messages as m
@@ -176,3 +177,24 @@ def test_handles_hold_to_the_same_limits(client: Client) -> None:
     with pytest.raises(LimitExceeded, match="timeout_s"):
         client.stat()
     client.timeout_s = 5
+
+
+@pytest.mark.parametrize("kind", ["O", [("number", "i8"), ("thing", "O")]])
+def test_pointers_are_neither_stored_nor_overwritten(kind: Any) -> None:
+    # an array of Python objects holds addresses; bytes that came over one would be followed
+    things = np.zeros(SLOT // np.dtype(kind).itemsize, kind)
+    before = things.tobytes()
+    for copy in (lambda: copy_into(memoryview(bytearray(SLOT)), things),
+                 lambda: copy_out(memoryview(bytes(SLOT)), things)):  # fmt: skip
+        with pytest.raises(ValueError, match="plain values"):
+            copy()
+    assert things.tobytes() == before
+    named = np.zeros(SLOT // 8, [("Of", "f8")])  # a field's name is none of its types
+    copy_out(memoryview(bytes([1]) * SLOT), named)
+    assert named.tobytes() == bytes([1]) * SLOT
+
+
+@pytest.mark.parametrize("path", ["/tmp/\udcff", 5, b"/tmp/kvd.sock"])
+def test_a_socket_that_is_no_text_is_refused(path: Any) -> None:
+    with pytest.raises(ConfigError, match="socket"):
+        Client(path)
