@@ -22,9 +22,10 @@ from kvd.client.grants import HANDLE_REQUESTS, granted_by
 from kvd.client.link import Link, Phase
 from kvd.client.settings import BACKOFF_S, RESEND_S, Counters, Settings
 from kvd.client.waiters import NEVER_NS, Waiters
-from kvd.errors import Busy, ErrorCode, KvdError, StaleEpoch, Unavailable
+from kvd.errors import Busy, ErrorCode, KvdError, LimitExceeded, StaleEpoch, Unavailable
 from kvd.wire import Frame, FrameFlag
 from kvd.wire import messages as m
+from kvd.wire.limits import over
 from kvd.wire.messages import Request, decode_error, decode_reply
 
 _REGISTER_S = 5.0
@@ -128,6 +129,10 @@ class Exchange(Waiters):
             if call.serial is not None and call.serial != link.serial:
                 self._queue.popleft()
                 self._finish(call, _stale())
+                continue
+            if call.payload and (refused := _too_large(call, link)) is not None:
+                self._queue.popleft()
+                self._finish(call, refused)
                 continue
             try:
                 if not link.send(call, now):
@@ -398,6 +403,14 @@ class Exchange(Waiters):
         self._resend_ns = nearest
         if link is not None and link is self._link:
             self._drain(link)
+
+
+def _too_large(call: Call, link: Link) -> LimitExceeded | None:
+    """The daemon's libzmq would end the connection of whoever sends so much, and say nothing."""
+    size, most = sum(memoryview(part).nbytes for part in call.payload), link.limits.inline
+    if size <= most:
+        return None
+    return over("inline payload bytes", size, most, "send fewer or smaller chunks a request")
 
 
 def _stale() -> StaleEpoch:

@@ -150,6 +150,24 @@ def test_limits_told_at_hello_are_what_is_enforced(client: Client) -> None:
         assert reservation.outcomes == (Outcome.TOO_LARGE,)
 
 
+def test_a_payload_over_the_limit_is_refused_at_once_and_nobody_loses_the_connection(
+    daemon: DaemonProcess,
+) -> None:
+    with Client(daemon.socket, map_memory=False) as inline:
+        most = inline.info().limits.inline
+        large = make_spec(nbytes=most + 1)
+        before = time.monotonic()
+        for store in (
+            lambda: inline.put(large, keys(1)[0], None, bytes(most + 1)),
+            lambda: inline.store_chunks(large, keys(1), None, [bytes(most + 1)]),
+        ):
+            with pytest.raises(LimitExceeded, match=f"inline payload bytes: {most + 1}, at most"):
+                store()
+        assert time.monotonic() - before < 2
+        assert inline.put(make_spec(nbytes=SIZE), keys(1)[0], None, bytes(SIZE)) is OK
+        assert (inline.counters.links, inline.counters.lost) == (1, 0)
+
+
 def test_a_killed_daemon_is_a_miss_and_a_restarted_one_has_what_was_stored(
     daemon: DaemonProcess, client: Client
 ) -> None:
