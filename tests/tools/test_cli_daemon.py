@@ -369,3 +369,5 @@ def test_a_token_file_says_of_which_namespace_to_be(tmp_path: Path) -> None:
         assert refused.err.count("\n") == 1
         empty = kvd_cli("status", *where, "--token-file", str(tmp_path / "none"))
         assert (empty.code, "can't read" in empty.err) == (1, True)
+        endless = kvd_cli("status", *where, "--token-file", "/dev/random")
+        assert (endless.code, "/dev/random has more than" in endless.err) == (1, True)

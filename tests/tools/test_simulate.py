@@ -116,6 +116,15 @@ def test_a_last_line_that_was_cut_is_passed_over(tmp_path: Path) -> None:
         assert len(read_trace(file).requests) == 1 + (end == len(whole) - 1)
 
 
+@pytest.mark.parametrize(("file", "says"), [("/dev/zero", "bytes: no trace"), (None, "recursion")])
+def test_what_has_no_end_is_no_trace(tmp_path: Path, file: str | None, says: str) -> None:
+    path = Path(file) if file is not None else tmp_path / "deep.jsonl"
+    if file is None:
+        path.write_text("[" * 100_000 + "\n")
+    with pytest.raises(TraceError, match=f"{path}:1: .*{says}"):
+        read_trace(path)
+
+
 def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="No such file"):
         read_trace(tmp_path / "nowhere.jsonl")

@@ -17,6 +17,7 @@ from kvd.tools.cli.console import Output
 from kvd.tools.cli.guard import Failed
 from kvd.tools.cli.link import Conditions, Link, Row
 from kvd.tools.cli.units import LONGEST_S, clean, parse_duration, parse_hex, short_key
+from kvd.wire.limits import TOKEN_BYTES
 
 STATES = ("writing", "unsealed", "sealed", "quarantined")
 KINDS = {"prefix": 1, "content": 2}
@@ -129,11 +130,14 @@ def places(command: F) -> F:
 
 def _token(path: str) -> bytes:
     try:
-        token = Path(path).read_bytes().strip()
+        with Path(path).open("rb") as file:  # not all of it: it may be a device without an end
+            token = file.read(TOKEN_BYTES + 2).strip()
     except OSError as error:
         raise Failed(f"--token-file: can't read {path}: {error.strerror or error}") from None
     if not token:
         raise Failed(f"--token-file: {path} is empty")
+    if len(token) > TOKEN_BYTES:
+        raise Failed(f"--token-file: {path} has more than {TOKEN_BYTES} bytes: no token")
     return token
 
 

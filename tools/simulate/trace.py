@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 BLOCK_TOKENS = 512  # of the Mooncake traces
+LINE_MAX = 64 << 20  # bytes: no prompt is that long, and what has no lines may have no end
 
 
 class TraceError(Exception):
@@ -55,11 +56,15 @@ def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> Trace:
     parents: list[int] = []
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(LINE_MAX + 1), b""), 1):
+                if len(line) > LINE_MAX:
+                    raise TraceError(
+                        f"{path}:{number}: a line of more than {LINE_MAX} bytes: no trace"
+                    )
                 if line.strip():
                     try:
                         row = json.loads(line)
-                    except ValueError as error:
+                    except (ValueError, RecursionError) as error:
                         if not line.endswith(b"\n"):
                             break
                         raise TraceError(f"{path}:{number}: {error}") from error
