@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from kvd.chunk import NO_PARENT, Kind, KVSpec
 from kvd.client.call import Call
 from kvd.client.channel import Channel
-from kvd.client.durations import deadline_ns
+from kvd.client.durations import deadline_ns, span_ns
 from kvd.client.keys import Hashes, pack_fingerprints, pack_hashes, whole, whole_numbers
 from kvd.client.link import Link
 from kvd.client.lookup import Lookup
@@ -67,6 +67,19 @@ class ClientBase:
                 raise ProtocolError("the daemon computes another digest for this spec")
             self._registered.add(digest)
         return SpecHandle(digest, spec)
+
+    def _lease_ns(self, lease_s: float | None, timeout_s: float | None) -> int:
+        """How long a lease lives: what the daemon told at hello if the caller names nothing, for a
+        number of our own could be over the limit that its operator set."""
+        if lease_s is not None:
+            return span_ns(lease_s, "lease_s")
+        return self.info(timeout_s).lease_default_ns
+
+    def _ttl_ns(self, ttl_s: float | None, timeout_s: float | None) -> int:
+        """Likewise, how long a write may stay unfinished."""
+        if ttl_s is not None:
+            return span_ns(ttl_s, "ttl_s")
+        return self.info(timeout_s).limits.ttl_default_ns
 
     def _digest(self, spec: SpecLike, timeout_s: float | None) -> bytes:
         if isinstance(spec, SpecHandle):

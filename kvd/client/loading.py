@@ -35,19 +35,19 @@ class Loading(ClientBase):
         kind: Kind = Kind.PREFIX,
         lease: bool = True,
         every: bool = False,
-        lease_s: float = 30.0,
+        lease_s: float | None = None,
         load: bool = False,
         reserve_misses: bool = False,
         parent: bytes | None = None,
         index0: int = 0,
-        ttl_s: float = 30.0,
+        ttl_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Lookup:
         """Which chunks are there with all of `shards`; leases the leading run.
 
         `every`: look behind the first miss too (and lease all hits). `load`: also start their
         transfer. `reserve_misses`: also reserve what follows the leading run. Without `lease`
-        nothing is touched.
+        nothing is touched. `lease_s`, `ttl_s`: None is as long as the daemon says.
         """
         keys = self._keys(spec, hashes, fingerprints, shards, kind, parent, index0, timeout_s)
         flags = LookupFlag.NONE
@@ -70,10 +70,10 @@ class Loading(ClientBase):
             keys.hashes,
             prints,
             int(flags),
-            span_ns(lease_s, "lease_s"),
+            self._lease_ns(lease_s, timeout_s) if lease or load else 0,
             keys.parent,
             keys.index0,
-            span_ns(ttl_s, "ttl_s"),
+            self._ttl_ns(ttl_s, timeout_s) if reserve_misses else 0,
         )
         if not keys.keys:
             return Lookup.empty(self._channel, self.timeout_s)
@@ -125,7 +125,7 @@ class Loading(ClientBase):
         kind: Kind = Kind.PREFIX,
         every: bool = False,
         verify: bool = False,
-        lease_s: float = 30.0,
+        lease_s: float | None = None,
         timeout_s: float | None = None,
     ) -> list[Outcome]:
         """Load many chunks: the leading run, or `every` hit. `take(result, view)` reads a slot, or
@@ -142,7 +142,7 @@ class Loading(ClientBase):
         deadline_ns = self.deadline_ns(timeout_s)
         if not self.info(timeout_s).maps_memory:
             return InlineLoad(self, keys, take, every=every).run(deadline_ns)
-        lease_ns = span_ns(lease_s, "lease_s")
+        lease_ns = self._lease_ns(lease_s, timeout_s)
         stream = Load(self, keys, take, batch, every=every, lease_ns=lease_ns, verify=verify)
         return stream.run(deadline_ns)
 

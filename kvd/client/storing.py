@@ -12,7 +12,6 @@ from typing import Any
 from kvd.chunk import Kind, Outcome
 from kvd.client.base import ClientBase, SpecHandle, SpecLike
 from kvd.client.copies import as_bytes, copy_into
-from kvd.client.durations import span_ns
 from kvd.client.inline import InlineStore, put_message
 from kvd.client.keys import Hashes, Numbers, outcomes, pack_fingerprints, pack_numbers, whole
 from kvd.client.reservation import Reservation
@@ -37,14 +36,14 @@ class Storing(ClientBase):
         tokens: Numbers | None = None,
         pos0: Numbers | None = None,
         flags: int = 0,
-        ttl_s: float = 30.0,
+        ttl_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Reservation:
         """Slots to fill, a leading run; results are chunk-major over `shards`.
 
         `parent`: hash of the chunk before the first one (None: a root). `tokens`, `pos0`: for
         chunks that are not full or not at (index0 + i) * chunk_tokens. `ttl_s`: until unfinished
-        slots are taken back.
+        slots are taken back (None: as long as the daemon says).
         """
         keys = self._keys(spec, hashes, fingerprints, shards, kind, parent, index0, timeout_s)
         message = m.Reserve(
@@ -58,7 +57,7 @@ class Storing(ClientBase):
             pack_numbers(tokens, "<u4", keys.keys, "tokens"),
             pack_numbers(pos0, "<u8", keys.keys, "pos0"),
             whole(flags, "flags"),
-            span_ns(ttl_s, "ttl_s"),
+            self._ttl_ns(ttl_s, timeout_s),
         )
         if not keys.keys:
             return Reservation.empty(self._channel, self.timeout_s)
@@ -79,7 +78,7 @@ class Storing(ClientBase):
         tokens: Numbers | None = None,
         pos0: Numbers | None = None,
         flags: int = 0,
-        ttl_s: float = 30.0,
+        ttl_s: float | None = None,
         seal: bool = False,
         timeout_s: float | None = None,
     ) -> list[Outcome]:
@@ -98,7 +97,7 @@ class Storing(ClientBase):
         if not keys.keys:
             return []
         deadline_ns = self.deadline_ns(timeout_s)
-        ttl_ns = span_ns(ttl_s, "ttl_s")
+        ttl_ns = self._ttl_ns(ttl_s, timeout_s)
         flags = whole(flags, "flags")
         if self.info(timeout_s).maps_memory:
             stream = Store(self, keys, fill, batch, flags=flags, ttl_ns=ttl_ns, seal=seal)
@@ -121,7 +120,7 @@ class Storing(ClientBase):
         tokens: int | None = None,
         pos0: int | None = None,
         flags: int = 0,
-        ttl_s: float = 30.0,
+        ttl_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Outcome:
         """Store one shard of one chunk in one call: OK, EXISTS, BUSY, NO_SPACE, ...
@@ -168,7 +167,8 @@ class Storing(ClientBase):
         )
         if keys.fingerprints is None:
             keys = keys._replace(fingerprints=pack_fingerprints(None, 1))
-        message = put_message(keys, 0, 1, whole(flags, "flags"), span_ns(ttl_s, "ttl_s"))
+        ttl_ns = self._ttl_ns(ttl_s, timeout_s)
+        message = put_message(keys, 0, 1, whole(flags, "flags"), ttl_ns)
         call = self.submit_at(message, deadline_ns, [raw.data])
         return outcomes(self._reply(call, m.OutcomesReply).outcomes)[0]
 

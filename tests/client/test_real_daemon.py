@@ -150,6 +150,21 @@ def test_limits_told_at_hello_are_what_is_enforced(client: Client) -> None:
         assert reservation.outcomes == (Outcome.TOO_LARGE,)
 
 
+def test_who_names_no_life_of_a_lease_or_write_gets_the_daemons() -> None:
+    limits = ("--limits-lease-s", "2", "--limits-lease-max-s", "3", "--limits-write-s", "1",
+              "--limits-write-max-s", "2")  # fmt: skip
+    with DaemonProcess(arena_size="16MiB", args=limits) as daemon, Client(daemon.socket) as client:
+        spec = make_spec(nbytes=SIZE)
+        assert client.store_chunks(spec, keys(2), None, [bytes(SIZE)] * 2) == [OK, OK]
+        assert client.put(spec, keys(3)[2], None, bytes(SIZE), parent=keys(2)[1], index=2) is OK
+        with client.lookup(spec, keys(3), reserve_misses=True) as found:
+            assert found.leading == 3 and found.lease is not None
+            assert 0 < found.lease.expiry_ns - time.monotonic_ns() <= 2_000_000_000
+        assert client.load_chunks(spec, keys(3), [bytearray(SIZE)] * 3) == [OK] * 3
+        with Client(daemon.socket, map_memory=False) as inline:
+            assert inline.get(spec, keys(1)[0]) == bytes(SIZE)
+
+
 def test_a_payload_over_the_limit_is_refused_at_once_and_nobody_loses_the_connection(
     daemon: DaemonProcess,
 ) -> None:
