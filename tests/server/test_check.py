@@ -42,6 +42,9 @@ def started(*args: str) -> str:
     [
         (("--redis-url", "http://here"), "give redis://"),
         (("--redis-url", "redis://here:port"), "tier redis: url"),
+        (("--redis-url", "redis://:hidden@here:99999"), "'redis://here:99999': give redis://"),
+        ((*S3, "--s3-endpoint", "http://here:99999"), "a port is from 1 to 65535"),
+        ((*S3, "--s3-endpoint", "http://[::1"), "a port is from 1 to 65535"),
         ((*S3, "--directory-url", "http://here"), "give redis://"),
         (("--s3-bucket", "no/bucket"), "no name of a bucket"),
         ((*S3, "--s3-prefix", "a//b"), "prefix"),

@@ -36,6 +36,20 @@ def test_a_wrong_secret_is_refused_at_start(
         S3Backend(config).open()
 
 
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
+@pytest.mark.parametrize("value", ["of two\nlines", "\udcff"])
+def test_credentials_that_can_not_be_sent_are_refused_at_start(
+    config: S3Config, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """K72: whoever took them over with a line end, or in another encoding."""
+    monkeypatch.setenv(name, value)
+    # a secret with a line end is another secret, and the server says so
+    says = "can't be sent|are not accepted"
+    with pytest.raises(ConfigError, match=says) as refused:
+        S3Backend(config).open()
+    assert value not in str(refused.value)
+
+
 def test_a_key_that_may_only_read_names_the_missing_right(
     config: S3Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,7 +66,8 @@ def connect(config: RedisConfig) -> Any:
         )
     except ValueError as error:
         raise ConfigError(
-            f"tier redis: url {shown(config.url)!r}: give redis://, rediss:// or unix://"
+            f"tier redis: url {shown(config.url)!r}: give redis://, rediss:// or unix://, "
+            "then HOST:PORT/DB or the socket's path; a port is from 1 to 65535"
         ) from error
 
 

@@ -139,6 +139,12 @@ def explain(what: str, error: Exception) -> Refused | None:
         )
     if isinstance(error, boto.CredentialRetrievalError | boto.TokenRetrievalError):
         return failed(Reason.CREDENTIALS, f"{what}: credentials could not be had", permanent=True)
+    if _unsendable(error):
+        return failed(
+            Reason.CREDENTIALS,
+            f"{what}: key or secret have characters that can't be sent: take them over again",
+            permanent=True,
+        )
     if isinstance(error, boto.SSLError):
         return failed(Reason.UNREACHABLE, f"{what}: TLS: {_short(error)}")
     if isinstance(error, boto.EndpointConnectionError | boto.ConnectTimeoutError):
@@ -154,6 +160,15 @@ def explain(what: str, error: Exception) -> Refused | None:
     if isinstance(error, OSError):
         return failed(Reason.IO, f"{what}: {error.strerror or type(error).__name__}")
     return None
+
+
+def _unsendable(error: Exception) -> bool:
+    """Whether a request could not even be written, for what it would have to say of us."""
+    from botocore.exceptions import HTTPClientError
+
+    if isinstance(error, HTTPClientError):  # a header with a line end
+        return isinstance(error.kwargs.get("error"), ValueError)
+    return isinstance(error, UnicodeError)
 
 
 def _of_answer(what: str, response: dict[str, Any]) -> Refused:

@@ -11,6 +11,7 @@ import os
 import re
 from functools import cache
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from kvd.errors import ConfigError
 
@@ -59,8 +60,18 @@ def check(config: S3Config) -> None:
         raise ConfigError(f"tier s3: limit {config.limit_bytes} is too small: at least 1 MiB")
     if config.endpoint is not None and not re.match(r"https?://", config.endpoint):
         raise ConfigError(f"tier s3: endpoint {config.endpoint!r} must begin with http(s)://")
+    if config.endpoint is not None and not _has_port(config.endpoint):
+        raise ConfigError(f"tier s3: endpoint {config.endpoint!r}: a port is from 1 to 65535")
     if isinstance(config.verify_tls, str) and not os.path.exists(config.verify_tls):
         raise ConfigError(f"tier s3: verify_tls names {config.verify_tls}, which is not there")
+
+
+def _has_port(url: str) -> bool:
+    """Whether the port that it names, if it does, can be one."""
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
 
 
 @cache
