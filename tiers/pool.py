@@ -45,6 +45,7 @@ from kvd.tiers.health import Health
 from kvd.tiers.meter import Meter
 from kvd.tiers.quiet import Quiet
 from kvd.tiers.waiting import BEHIND, Waiting, line_of
+from kvd.tiers.waking import Waking
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class PooledTier(Tier):
         self._clock = clock
         self._lock = threading.Lock()
         self._opening = threading.Lock()
-        self._work = threading.Condition(self._lock)
+        self._waking = Waking(self._lock)
         self._watch = threading.Condition(self._lock)
         self._waiting = Waiting(backend.delete_batch)
         self._heals: deque[_Heal] = deque()
@@ -120,6 +121,7 @@ class PooledTier(Tier):
         self._behind = 0  # jobs that run although they are behind loads
         self._quiet = Quiet(config.quiet_ns, config.writers)
         self._running = 0  # jobs
+        self._stirred = self._unwatched = False  # jobs came since the watch looked; it sleeps on
         self._number = 0
         self._started = self._closed = False
         self._open = False  # the backend is; if not, a heal opens it
@@ -163,7 +165,7 @@ class PooledTier(Tier):
             self._closed = True
             left = self._waiting.drop()
             self._heals.clear()
-            self._work.notify_all()
+            self._waking.wake_all()
             self._watch.notify_all()
         for job in left:
             self._complete(job, Answer.OFF, detail=f"tier {self.name} is closed")
@@ -206,8 +208,11 @@ class PooledTier(Tier):
                     refused.append(job)
                 else:
                     self._waiting.put(job)
-            self._work.notify(len(jobs) - len(refused))
-            self._watch.notify()
+            self._wake()
+            if self._unwatched:
+                self._unwatched = False
+                self._watch.notify()
+            self._stirred = True
         for job in refused:
             self._complete(job, Answer.OFF, detail=self._why_off(type(job)))
 
@@ -245,12 +250,13 @@ class PooledTier(Tier):
                 worker.task = None
                 if len(self._workers) > self._config.workers and not self._stuck(self._clock()):
                     self._workers.remove(worker)  # a spare is not needed any more
+                    self._wake()
                     return
                 task = self._next()
                 while task is None:
                     if self._closed:
                         return
-                    self._work.wait(self._rest_s())
+                    self._waking.sleep(self._rest_s())
                     task = self._next()
                 jobs = [] if isinstance(task, _Heal) else task
                 behind = sum(line_of(job) in BEHIND for job in jobs)
@@ -260,6 +266,7 @@ class PooledTier(Tier):
                 worker.deadline = min((job.deadline for job in jobs), default=NEVER)
                 worker.task = task
                 self.meter.begin(worker.since)
+                self._wake()
             try:
                 if isinstance(task, _Heal):
                     self._heal(task)
@@ -272,7 +279,6 @@ class PooledTier(Tier):
                     self.meter.end(self._clock())
                     if behind:
                         self._quiet.ended(jobs, worker.since, self._clock())
-                        self._work.notify()
 
     def _next(self) -> _Task | None:
         """Pre: the lock is held."""
@@ -282,6 +288,12 @@ class PooledTier(Tier):
         jobs = self._waiting.take(behind=self._behind < self._quiet.most(now))
         self._quiet.begun(jobs, now)
         return jobs or None
+
+    def _wake(self) -> None:
+        """After something was queued or taken: for what else there is. Pre: the lock is held."""
+        behind = self._behind < self._quiet.most(self._clock())
+        more = bool(self._heals) or self._waiting.ready(behind=behind)
+        self._waking.wake(more=more, held=not more and self._rest_s() is not None)
 
     def _rest_s(self) -> float | None:
         """How long to sleep if nobody wakes who sleeps. Pre: the lock is held."""
@@ -412,6 +424,7 @@ class PooledTier(Tier):
             with self._lock:
                 if self._closed:
                     return
+                self._unwatched = False
                 now = self._clock()
                 expired += self._waiting.expire(now)
                 stuck = self._stuck(now)
@@ -426,16 +439,19 @@ class PooledTier(Tier):
                 for breaker, write in ((self._health.reads, False), (self._health.writes, True)):
                     if breaker.due(now) and breaker.allow(now):
                         self._heals.append(_Heal(write))
-                        self._work.notify()
+                        self._wake()
                 if not expired:
                     self._watch.wait(self._pause(now))
             for job in expired:
                 self._complete(job, Answer.TIMEOUT, detail="its deadline passed in the queue")
 
     def _pause(self, now: int) -> float | None:
-        """Seconds until there is something to watch; None: until told. Pre: the lock is held."""
-        if self._running or self._waiting:
+        """Seconds until there is something to watch; None: until told. Who submits need not wake the
+        watch while it looks again anyway. Pre: the lock is held."""
+        if self._running or self._waiting or self._stirred:
+            self._stirred = False
             return 0.05
+        self._unwatched = True
         due = self._health.next()
         return None if due is None else max(0.01, (due - now) / SECOND)
 

@@ -96,6 +96,10 @@ class Waiting:
                 self._due = [entry for entry in self._due if entry[3].queued]
                 heapq.heapify(self._due)
 
+    def ready(self, *, behind: bool) -> bool:
+        """Whether `take` would find something."""
+        return bool(self._probes) or self._next(behind) is not None
+
     def take(self, *, behind: bool) -> list[Job]:
         """The next job, or deletes that go together; empty if there is none. `behind`: whether a
         worker is to spare for what is behind loads."""
