@@ -11,7 +11,7 @@ Methods are called from several threads at once, never two at a time for one key
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvd.chunk import ChunkHeader
@@ -51,7 +51,16 @@ class Found(NamedTuple):
     version: object = None  # which of several writes this was; handed to `quarantine`
 
 
+def _all_of(left: int) -> int:
+    return left
+
+
 class Backend(ABC):
+    """`give_way(left)`: set by the pool around it. A backend whose requests slow each other asks
+    before it writes, and again after each piece, how many of the bytes `left` to write now: all, or
+    a multiple of 4 KiB. It returns once no load is in the way."""
+
+    give_way: Callable[[int], int] = staticmethod(_all_of)
     durable = True
     by_key = False
     delete_batch = 1  # deletes that go into one call

@@ -151,6 +151,14 @@ class FaultyBackend(Backend):
         self.delete_batch = below.delete_batch
         self.attempts = below.attempts
 
+    @property
+    def give_way(self) -> Callable[[int], int]:
+        return self.below.give_way
+
+    @give_way.setter
+    def give_way(self, way: Callable[[int], int]) -> None:
+        self.below.give_way = way
+
     def open(self) -> ProbeReport:
         self.faults.before(self.faults.pick("open", None), NEVER)
         return self.below.open()

@@ -43,8 +43,9 @@ from kvd.tiers.breaker import BreakerConfig, BreakerState
 from kvd.tiers.crossing import Crossing
 from kvd.tiers.health import Health
 from kvd.tiers.meter import Meter
+from kvd.tiers.pieces import Pieces
 from kvd.tiers.quiet import Quiet
-from kvd.tiers.waiting import BEHIND, Waiting, line_of
+from kvd.tiers.waiting import BEHIND, Line, Waiting, line_of
 from kvd.tiers.waking import Waking
 
 log = logging.getLogger(__name__)
@@ -121,6 +122,11 @@ class PooledTier(Tier):
         self._behind = 0  # jobs that run although they are behind loads
         self._quiet = Quiet(config.quiet_ns, config.writers)
         self._running = 0  # jobs
+        self._loading = 0  # of them, loads
+        self._pieces = Pieces(
+            self._lock, self._quiet.lasts, lambda: bool(self._loading or self._waiting.loads), clock
+        )
+        backend.give_way = self._pieces.next
         self._stirred = self._unwatched = False  # jobs came since the watch looked; it sleeps on
         self._number = 0
         self._started = self._closed = False
@@ -260,7 +266,9 @@ class PooledTier(Tier):
                     task = self._next()
                 jobs = [] if isinstance(task, _Heal) else task
                 behind = sum(line_of(job) in BEHIND for job in jobs)
+                loads = sum(line_of(job) is Line.LOAD for job in jobs)
                 self._behind += behind
+                self._loading += loads
                 self._running += len(jobs)
                 worker.since = self._clock()
                 worker.deadline = min((job.deadline for job in jobs), default=NEVER)
@@ -275,10 +283,14 @@ class PooledTier(Tier):
             finally:
                 with self._lock:
                     self._behind -= behind
+                    self._loading -= loads
                     self._running -= len(jobs)
                     self.meter.end(self._clock())
                     if behind:
-                        self._quiet.ended(jobs, worker.since, self._clock())
+                        since = worker.since + self._pieces.take_waited()
+                        self._quiet.ended(jobs, since, self._clock())
+                    if loads:
+                        self._pieces.through()
 
     def _next(self) -> _Task | None:
         """Pre: the lock is held."""
@@ -446,8 +458,8 @@ class PooledTier(Tier):
                 self._complete(job, Answer.TIMEOUT, detail="its deadline passed in the queue")
 
     def _pause(self, now: int) -> float | None:
-        """Seconds until there is something to watch; None: until told. Who submits need not wake the
-        watch while it looks again anyway. Pre: the lock is held."""
+        """Seconds until there is something to watch; None: until told. While the watch looks again
+        anyway, who submits need not wake it. Pre: the lock is held."""
         if self._running or self._waiting or self._stirred:
             self._stirred = False
             return 0.05

@@ -79,6 +79,10 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._probes) + sum(map(len, self._lines.values()))
 
+    @property
+    def loads(self) -> int:
+        return len(self._lines[Line.LOAD])
+
     def set_weight(self, tenant: bytes, weight: float) -> None:
         for queue in self._lines.values():
             queue.set_weight(tenant, weight)

@@ -31,7 +31,7 @@ from kvd.tiers.base import Answer, Key, Place, ProbeReport, Reason, Recovered, U
 from kvd.tiers.nvme.choose import PROBE_NAME, choose, compare, make_probe, measure
 from kvd.tiers.nvme.directory import MAX_SLABS, Directory
 from kvd.tiers.nvme.layout import PAGE, Geometry, OtherVersion, pages, slab_bytes
-from kvd.tiers.nvme.posix import Engine, PosixEngine
+from kvd.tiers.nvme.posix import Engine, File, PosixEngine
 from kvd.tiers.nvme.slab import Slab, superblock, table_of
 
 log = logging.getLogger(__name__)
@@ -463,7 +463,10 @@ class NvmeBackend(Backend):
             self._reopen(slab)
         file = slab.file
         try:
-            file.write(at, memory) if what == "write" else file.read(at, memory)
+            if what == "write":
+                self._write(file, at, memory)
+            else:
+                file.read(at, memory)
         except OSError as error:
             below = _below(slab.engine, error)
             if below is None or not slab.there():
@@ -474,6 +477,12 @@ class NvmeBackend(Backend):
             finally:
                 other.close()
             self._fall_back(slab.engine, below, error)
+
+    def _write(self, file: File, at: int, source: memoryview) -> None:
+        while source:
+            now = self.give_way(len(source))
+            file.write(at, source[:now])
+            source, at = source[now:], at + now
 
     def _fall_back(self, was: Engine, below: Engine, error: OSError) -> None:
         with self._lock:
