@@ -40,6 +40,11 @@ JOIN_S = 2.0
 WATCH_S = 0.2  # how late a tier's change of health is noticed where no completion tells of it
 
 
+def _awaited(done: t.Completion) -> bool:
+    """Whether an engine waits for it now."""
+    return isinstance(done.job, t.Read) and done.job.use is t.Use.LOAD
+
+
 class Ladder:
     """All tiers below DRAM. `feed` takes an event for the core; `beside`: the arena's file, whose
     neighbours are what has to outlive the daemon. For the loop's thread."""
@@ -54,7 +59,8 @@ class Ladder:
         """`recover_again_s`: the pause after a medium failed while it told what lies there."""
         self.completions = t.Completions()
         self.handed_over = False  # jobs, since the loop waited last
-        self._taken: deque[t.Completion] = deque()  # and not dealt with yet
+        self._loaded: deque[t.Completion] = deque()  # taken, and not dealt with yet
+        self._taken: deque[t.Completion] = deque()  # likewise, what no engine waits for
         self.plans = plans
         self.tiers: list[t.Tier] = []
         self.reports: list[t.ProbeReport] = []
@@ -162,6 +168,7 @@ class Ladder:
         self._closing.set()
         for tier in self.tiers:
             tier.close()
+        self._loaded.clear()
         self._taken.clear()
         self.completions.take()  # they hold views of the arena
         self.completions.close()
@@ -230,15 +237,18 @@ class Ladder:
     # -- from the tiers -------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Take what has been completed, as much as has its place in a turn of the loop. Called when
-        `completions` is readable."""
-        taken = self._taken
-        taken.extend(self.completions.take())
+        """Take what has been completed, loads first, as much as has its place in a turn of the
+        loop. Called when `completions` is readable."""
+        for done in self.completions.take():
+            (self._loaded if _awaited(done) else self._taken).append(done)
         end = time.monotonic_ns() + SHARE_NS
-        while taken:
-            self._take(taken.popleft())
-            if taken and time.monotonic_ns() > end:
-                self.completions.again()
+        while self._loaded or self._taken:
+            self._take((self._loaded or self._taken).popleft())
+            if time.monotonic_ns() > end:
+                if self._loaded and self._taken:  # loads without an end hold nothing up for ever
+                    self._take(self._taken.popleft())
+                if self._loaded or self._taken:
+                    self.completions.again()
                 break
         self.watch()
 

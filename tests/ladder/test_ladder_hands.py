@@ -18,6 +18,7 @@ from kvd.core import events as ev
 from kvd.server.ladder import Ladder
 from kvd.server.tiers import TierPlan
 from kvd.server.transfers import Transfers
+from kvd.tiers import base as t
 from kvd.tiers.memory import MemoryBackend
 from kvd.tiers.pool import PooledTier
 from kvd.tiers.waiting import tenant_of
@@ -162,3 +163,26 @@ def test_who_asked_pays_in_the_tiers_queue_too(hands: Hands) -> None:
     read = ac.TierRead(1, 0, *name, 0, 0, 0, SIZE, NEVER)
     assert tenant_of(hands.ladder._job(read)) == known.namespace_digest
     assert tenant_of(hands.ladder._job(read._replace(tenant=b"a" * 32))) == b"a" * 32
+
+
+def completed(hands: Hands, *jobs: t.Job) -> list[int]:
+    """In what order completions that lie there together are told, in shares of one."""
+    hands.ladder.completions.take()
+    hands.events.clear()
+    for job in jobs:
+        hands.ladder.completions.put(t.Completion(job, t.Answer.OK))
+    while select.select([hands.ladder.completions], [], [], 0)[0]:
+        hands.ladder.drain()
+    return [event.job for event in hands.events if hasattr(event, "job")]
+
+
+def test_what_an_engine_waits_for_is_told_first_and_holds_up_the_rest_for_one_only(
+    hands: Hands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.server.ladder.SHARE_NS", -1)
+    known = header(b"abcdefgh")
+    name = (known.kind, known.namespace_digest, known.spec, known.chunk, 0)
+    writes = [hands.ladder._job(ac.TierWrite(n, 0, known, 0, 8, NEVER)) for n in (1, 2, 3)]
+    ahead = hands.ladder._job(ac.TierRead(4, 0, *name, 0, 0, 0, 8, NEVER, ahead=True))
+    loads = [hands.ladder._job(ac.TierRead(n, 0, *name, 0, 0, 0, 8, NEVER)) for n in (5, 6, 7)]
+    assert completed(hands, *writes, ahead, *loads) == [5, 1, 6, 2, 7, 3, 4]
