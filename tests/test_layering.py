@@ -29,6 +29,7 @@ FOLDERS = {
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "native": set(),
+    "slices": set(),
     "chunk": set(),
     "fair": set(),
     "eviction": {"chunk"},
@@ -38,8 +39,8 @@ ARROWS: dict[str, set[str]] = {
     "blend": {"chunk"},
     "tiers": {"chunk", "fair"},
     "core": {"chunk", "eviction", "fair", "telemetry"},
-    "client": {"wire", "chunk", "arena"},
-    "server": {"core", "tiers", "telemetry", "eviction", "wire", "chunk", "arena"},
+    "client": {"wire", "chunk", "arena", "slices"},
+    "server": {"core", "tiers", "telemetry", "eviction", "wire", "chunk", "arena", "slices"},
     "connectors": {"client", "wire", "chunk", "blend"},
     # The bench measures the core, the arena and the tiers in its own process, with no daemon
     # between; the demo is an application of a connector.

@@ -19,7 +19,7 @@ from kvd.client.attachment import Lost
 from kvd.client.call import GIVE_BACKS, Call
 from kvd.client.deadlines import Deadlines
 from kvd.client.grants import HANDLE_REQUESTS, granted_by
-from kvd.client.link import Link, Phase
+from kvd.client.link import Link, Phase, new_context
 from kvd.client.settings import BACKOFF_S, RESEND_S, Counters, Settings
 from kvd.client.waiters import NEVER_NS, Waiters
 from kvd.errors import Busy, ErrorCode, KvdError, LimitExceeded, StaleEpoch, Unavailable
@@ -155,7 +155,7 @@ class Exchange(Waiters):
     def _connect(self, now: int) -> None:
         """Begin a new link. Nothing is waited for."""
         if self._context is None:
-            self._context = zmq.Context()
+            self._context = new_context()
         self._serial += 1
         try:
             self._link = Link(self.settings, self._context, self._serial)

@@ -44,6 +44,7 @@ from kvd.server.telemetry import Telemetry
 from kvd.server.tenancy import Tenancy, open_access, open_registry
 from kvd.server.tiers import check_plans, plan_directory, plan_tiers
 from kvd.server.transfers import Job, Transfers
+from kvd.slices import short
 from kvd.wire import DEFAULT_LIMITS, Limits
 
 __all__ = ["Server", "limits_of"]
@@ -92,6 +93,7 @@ class Server:
     def _startup(self) -> None:
         config, undo = self.config, self._undo
         started_unix_ns = time.time_ns()
+        undo.enter_context(short())  # the loop, and what it starts
         _raise_descriptor_limit()
         registry = open_registry(config)
         access = open_access(config, registry)

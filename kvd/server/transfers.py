@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvd import slices
 from kvd.server.loop import SHARE_NS
 
 __all__ = ["Job", "Transfers"]
@@ -213,6 +214,8 @@ class Transfers:
         return max(1e-4, min(self._pause_at, forced_at) - now)
 
     def _work(self, worker: _Worker) -> None:
+        if worker.background:
+            slices.set_ns(0)
         while (job := self._next(worker)) is not None:
             try:
                 job.result = job.run()
