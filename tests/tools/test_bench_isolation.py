@@ -37,4 +37,6 @@ def test_a_neighbour_takes_nothing_and_all_figures_are_there() -> None:
     flood = result["flood"]
     assert result["scenarios"][0]["p99_load_ratio"] == flood["p99_ratio"] > 0
     assert all(value > 0 for value in flood.values())
-    assert {f"{of}p99_ratio" for of in ("", "same_pace_", "bare_")} <= flood.keys()
+    assert {f"{of}p99_ratio" for of in ("", "same_cpu_", "same_pace_", "bare_")} <= flood.keys()
+    same_cpu = result["scenarios"][0]["p99_load_ratio_same_cpu"]
+    assert same_cpu == flood["p99_ratio_over_same_cpu"]

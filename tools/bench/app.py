@@ -140,7 +140,9 @@ def isolation(
     """What a neighbour can do to a tenant: a scan, a burst, a loop, one that wakes up late.
 
     The victim's index is its hits over those that it has alone on its share; the control is one
-    pool, where the coldest goes.
+    pool, where the coldest goes. Loads from NVMe beside a flood are held against those alone
+    (p99_load_ratio), and against those beside a process that copies for as much processor time as
+    the flood takes, and does not touch that tier (p99_load_ratio_same_cpu).
     """
     from kvd.tools.bench.isolation import run_isolation
 
@@ -345,7 +347,8 @@ def _isolation_tables(result: dict[str, Any]) -> list[Table]:
     flood = result["flood"]
     loads = _table("loads from nvme beside a flood, over those alone", "", ">p50", ">p99")
     for label, name in (
-        ("beside the flood", ""), ("stores at its pace, none written down", "same_pace_"),
+        ("beside the flood", ""), ("copies for as much of the processor", "same_cpu_"),
+        ("stores at its pace, none written down", "same_pace_"),
         ("bare reads beside a bare writer", "bare_"),
     ):  # fmt: skip
         loads.add_row(label, f"{flood[f'{name}p50_ratio']:.2f}", f"{flood[f'{name}p99_ratio']:.2f}")

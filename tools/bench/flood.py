@@ -1,14 +1,16 @@
 """Loads from NVMe while a neighbour floods that tier, and what of the difference is whose.
 
 The law of this module: the victim and the neighbour are processes of their own, and loads alone and
-beside the neighbour alternate in one daemon; their times are put together, not averaged. Two
-controls say what part of the ratio the tier can do nothing about: the same stores at the same pace,
-of which nothing goes down (what two processes and the daemon take of the machine), and bare reads
+beside the neighbour alternate in one daemon; their times are put together, not averaged. Three
+controls say what part of the ratio the tier can do nothing about: a process that knows no daemon
+and copies for as much processor time as the flood takes, its own and the daemon's for it (what a
+busy machine does); the same stores at the same pace, of which nothing goes down; and bare reads
 with O_DIRECT beside bare writes (what the disk does).
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 import time
@@ -23,6 +25,7 @@ import numpy as np
 from kvd.client import Client, Selector
 from kvd.tools.bench.beside import Event, beside
 from kvd.tools.bench.daemon import BenchError, Daemon
+from kvd.tools.bench.measure import process_cpu_s
 from kvd.tools.bench.tenants import NEIGHBOUR, VICTIM, Pair, Tenant
 
 LOADED = 64  # chunks that are loaded
@@ -37,13 +40,14 @@ class _Times(NamedTuple):
 
     alone: list[float]
     beside: list[float]
+    busy: list[float]  # beside the process that only copies
+    cpu: float = 0.0  # which takes as many cores as the flood
     pace: float = 0.0  # of the neighbour's stores: chunks a second
     written: float = 0.0  # of them, written to the tier: chunks a second beside the loads
     written_alone: float = 0.0  # and without them
 
     def ratio(self, percentile: float) -> float:
-        alone, beside = (np.percentile(times, percentile) for times in self[:2])
-        return round(float(beside / alone), 3)
+        return _ratio(self.beside, self.alone, percentile)
 
 
 def run_flood(folder: Path, *, quick: bool = False) -> dict[str, Any]:
@@ -62,6 +66,10 @@ def run_flood(folder: Path, *, quick: bool = False) -> dict[str, Any]:
         "beside_p99_ms": _ms(flood.beside, 99),
         "p50_ratio": flood.ratio(50),
         "p99_ratio": flood.ratio(99),
+        "cpu": round(flood.cpu, 3),
+        "same_cpu_p50_ratio": _ratio(flood.busy, flood.alone, 50),
+        "same_cpu_p99_ratio": _ratio(flood.busy, flood.alone, 99),
+        "p99_ratio_over_same_cpu": _ratio(flood.beside, flood.busy, 99),
         "same_pace_p50_ratio": same.ratio(50),
         "same_pace_p99_ratio": same.ratio(99),
         **_bare(folder, rounds * loads),
@@ -70,6 +78,10 @@ def run_flood(folder: Path, *, quick: bool = False) -> dict[str, Any]:
 
 def _ms(times: list[float], percentile: float) -> float:
     return round(1000 * float(np.percentile(times, percentile)), 2)
+
+
+def _ratio(one: list[float], other: list[float], percentile: float) -> float:
+    return round(float(np.percentile(one, percentile) / np.percentile(other, percentile)), 3)
 
 
 # -- through a daemon -----------------------------------------------------------------------------
@@ -83,28 +95,40 @@ def _daemon(folder: Path, rounds: int, loads: int, *flags: str, pace: float = 0.
         "--nvme-path", str(folder / "nvme"), "--nvme-limit", "512MiB", "--nvme-reserve", "0",
         "--arena-size", "256MiB",
     )  # fmt: skip
-    times = _Times([], [])
+    times = _Times([], [], [])
     paces: list[float] = []
     without: list[float] = []
     within: list[float] = []
+    quiet: list[float] = []  # cores: the daemon's for loads alone
+    taken: list[float] = []  # and what the flood takes
     with Daemon(None, "--config", pair.config("nvme", tier="nvme"), *common, *flags) as daemon:
         victim = Tenant(daemon.socket, pair.tokens[VICTIM], 1, CHUNK)
         try:
             _below(daemon, victim)
             _loads(victim, loads // 4)  # the first ones are not like the others
             for _ in range(rounds):
-                times.alone.extend(_loads(victim, loads))
+                with _cores(daemon, quiet):
+                    times.alone.extend(_loads(victim, loads))
                 neighbour = daemon.socket, pair.tokens[NEIGHBOUR], pace
                 with beside(_store, *neighbour) as reached:
                     time.sleep(START_S)
                     with _written(daemon, without):
                         time.sleep(START_S)
-                    with _written(daemon, within):
+                    with _written(daemon, within), _cores(daemon, taken):
                         times.beside.extend(_loads(victim, loads))
                 paces += reached
+                taken[-1] = max(0.01, taken[-1] - quiet[-1])
+                if not pace:
+                    with beside(_copy, taken[-1]):
+                        times.busy.extend(_loads(victim, loads))
         finally:
             victim.close()
-    return times._replace(pace=_mean(paces), written=_mean(within), written_alone=_mean(without))
+    return times._replace(
+        cpu=_mean(taken),
+        pace=_mean(paces),
+        written=_mean(within),
+        written_alone=_mean(without),
+    )
 
 
 def _mean(values: list[float]) -> float:
@@ -123,6 +147,19 @@ def _written(daemon: Daemon, paces: list[float]) -> Iterator[None]:
         before, begun = count(), time.monotonic()
         yield
         paces.append((count() - before) / (time.monotonic() - begun))
+
+
+@contextmanager
+def _cores(daemon: Daemon, shares: list[float]) -> Iterator[None]:
+    """Adds how many cores the daemon and the processes beside this one had meanwhile."""
+
+    def spent() -> float:
+        pids = [child.pid for child in multiprocessing.active_children() if child.pid]
+        return daemon.cpu_s() + sum(map(process_cpu_s, pids))
+
+    before, begun = spent(), time.monotonic()
+    yield
+    shares.append((spent() - before) / (time.monotonic() - begun))
 
 
 def _below(daemon: Daemon, tenant: Tenant) -> None:
@@ -176,6 +213,20 @@ def _store(stop: Event, begun: Callable[[], None], socket: str, token: bytes, pa
     return (made - first) / took
 
 
+def _copy(stop: Event, begun: Callable[[], None], cores: float) -> float:
+    """Copies as large as the flood's stores, for a part of a core. How many a second."""
+    source = np.ones(BATCH * CHUNK, np.uint8)
+    target = np.zeros_like(source)
+    begun()
+    made, since = 0, time.monotonic()
+    while not stop.is_set():
+        at = time.perf_counter()
+        np.copyto(target, source)
+        made += 1
+        time.sleep((time.perf_counter() - at) * max(0.0, 1 / cores - 1))
+    return made / (time.monotonic() - since)
+
+
 # -- the disk alone -------------------------------------------------------------------------------
 
 
@@ -185,7 +236,7 @@ def _bare(folder: Path, reads: int) -> dict[str, float]:
         source, target = Path(directory, "read"), Path(directory, "written")
         for path in (source, target):
             _fill(path)
-        times = _Times(_reads(source, reads), [])
+        times = _Times(_reads(source, reads), [], [])
         with beside(_write, str(target)):
             time.sleep(START_S)
             times.beside.extend(_reads(source, reads))

@@ -94,6 +94,9 @@ def run_isolation(
                     "control_worst_window": bench.worst(control, alone),
                     "control_below_min_evictions": control.below_min,
                     "p99_load_ratio": flood["p99_ratio"] if name == "scan4x" else None,
+                    "p99_load_ratio_same_cpu": (
+                        flood["p99_ratio_over_same_cpu"] if name == "scan4x" else None
+                    ),
                 }
             )
         if pyplot is not None and plot is not None:
