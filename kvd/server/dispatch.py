@@ -65,6 +65,7 @@ QUICK_BYTES = 512
 DONTWAIT = int(zmq.DONTWAIT)
 BATCH = 64  # messages of one socket in one turn of the loop; their replies go out together
 BATCH_NS = 1_000_000
+MAX_TRACED = 4096
 MAX_FRAMES_KEPT = 4097  # of one message; more are read and thrown away
 
 
@@ -79,17 +80,21 @@ class Message:
         self.payload: list[zmq.Frame] = []
         self.too_many = False
         self.user = ""  # tcp: who CURVE says it is
-        self.source = -1  # tcp: the connection's descriptor inside libzmq
+        self.source = -1  # the connection's descriptor inside libzmq, as far as it was asked for
 
 
-def receive(socket: zmq.Socket[bytes], *, tcp: bool) -> Message:
-    """The next message of a ROUTER; zmq.Again if there is none. Small frames are copied out."""
+def receive(
+    socket: zmq.Socket[bytes], *, tcp: bool, traced: frozenset[bytes] | set[bytes] = frozenset()
+) -> Message:
+    """The next message of a ROUTER; zmq.Again if there is none. Small frames are copied out. Where
+    it comes from is asked for if it came over tcp, or from one of `traced`: it costs a little."""
     message = Message(socket.recv(DONTWAIT))
     if not socket.getsockopt(zmq.RCVMORE):
         return message
-    if tcp:
+    if tcp or message.identity in traced:
         frame = socket.recv(DONTWAIT, copy=False)
-        message.user = _property(frame, "User-Id")
+        if tcp:
+            message.user = _property(frame, "User-Id")
         message.source = int(frame.get(zmq.SRCFD))
         message.first = frame.bytes
     else:
@@ -156,6 +161,7 @@ class Dispatcher:
         self._counters = counters
         self._limits = limits
         self._epoch = epoch
+        self._traced: set[bytes] = set()  # identities of clients that get payload as messages
         self._make: dict[type, Callable[[Request, Any], None]] = {
             m.RegisterSpec: self._register_spec,
             m.Wait: self._wait,
@@ -179,7 +185,7 @@ class Dispatcher:
         try:
             for _ in range(BATCH):
                 try:
-                    message = receive(socket, tcp=tcp)
+                    message = receive(socket, tcp=tcp, traced=self._traced)
                 except zmq.Again:
                     return
                 self.take(Route(socket, message.identity), message, tcp=tcp)
@@ -219,6 +225,10 @@ class Dispatcher:
             raise StaleEpoch(f"the request is of epoch {frame.epoch}, this is {self._epoch}")
         session.route = route
         session.source = message.source
+        if not tcp and not session.maps_memory and route.identity not in self._traced:
+            if len(self._traced) >= MAX_TRACED:  # most are gone; the others come back
+                self._traced.clear()
+            self._traced.add(route.identity)
         self._request(session, route, frame, message.payload)
 
     def _session_of(self, route: Route, message: Message, frame: Frame, tcp: bool) -> Session:
@@ -249,6 +259,7 @@ class Dispatcher:
                 self._counters.add("requests_expired")
                 raise DeadlineExceeded("the deadline had passed before the request was read")
             if frame.op in LIMITED:
+                self._responder.unread.check(session)
                 self._limiter.take(session.grant.namespace, now)
             message = m.decode_request(frame.op, frame.body, self._limits, newer=frame.newer)
             if frame.op not in QUICK or len(frame.body) > QUICK_BYTES:
@@ -259,7 +270,6 @@ class Dispatcher:
                 self._counters.reason("malformed", refused.code.name.lower())
             retry_s = 0.0
             if isinstance(refused, Busy):
-                self._counters.add("requests_delayed")
                 retry_s = refused.retry_after_s
             request.fail(refused.code, str(refused), int(retry_s * 1e9))
         except Exception as error:  # the boundary of a request: it is answered, the loop goes on

@@ -26,10 +26,11 @@ from kvd.core.actions import (
     Result,
     WaitResult,
 )
-from kvd.errors import ErrorCode, LimitExceeded, ProtocolError
+from kvd.errors import Busy, ErrorCode, ProtocolError
 from kvd.server.requests import Request
-from kvd.server.respond import MAX_UNSENT, Responder
+from kvd.server.respond import Responder
 from kvd.server.transfers import Job
+from kvd.server.unread import Waiting
 from kvd.wire import GetFlag, Limits, LookupFlag
 from kvd.wire import messages as m
 
@@ -73,11 +74,6 @@ class Inline:
         self.host.feed(ev.Reserve(request.session.number, step, *message))
 
     def get(self, request: Request, message: m.Get) -> None:
-        unsent = self.responder.unsent(request.session)
-        if unsent > MAX_UNSENT:
-            raise LimitExceeded(
-                f"payload not read yet: {unsent} bytes, at most {MAX_UNSENT} allowed; read replies"
-            )
         flags = LookupFlag.LEASE | LookupFlag.LOAD
         if message.flags & GetFlag.EVERY:
             flags |= LookupFlag.EVERY
@@ -123,14 +119,20 @@ class _Step:
             self.request.fail(code, message, retry_ns)
 
     def _copy_by_worker(
-        self, what: str, run: Callable[[], Any], then: Callable[[Any], None]
+        self,
+        what: str,
+        run: Callable[[], Any],
+        then: Callable[[Any], None],
+        waiting: Waiting | None = None,
     ) -> None:
         """`then` gets what `run` returned, None if it failed; not called if the session has ended
-        meanwhile. The request is answered even if `then` fails."""
+        meanwhile. The request is answered even if `then` fails. `waiting`: over with the copy."""
         host, request = self.inline.host, self.request
 
         def done(result: Any) -> None:
             host.copy_ends(request)
+            if waiting is not None:
+                waiting.over = True
             if request.session.closed:
                 return
             try:
@@ -288,11 +290,19 @@ class _Get(_Step):
             self._release()
             self._reply(self.outcomes, [])
             return
-        arena = self.inline.arena
+        arena, unread = self.inline.arena, self.inline.responder.unread
+        try:
+            size = sum(ref.length for _, ref in take)
+            waiting = unread.copying(self.request.session, size)
+        except Busy as busy:
+            self._release()
+            self.fail(busy.code, str(busy), int(busy.retry_after_s * 1e9))
+            return
         self._copy_by_worker(
             "inline get",
             lambda: [_copy_out(arena, ref) for _, ref in take],
             lambda copied: self._copied([at for at, _ in take], copied),
+            waiting,
         )
 
     def _copied(self, places: list[int], copied: list[bytes | None] | None) -> None:

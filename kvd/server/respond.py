@@ -18,6 +18,7 @@ from kvd.errors import ErrorCode, KvdError
 from kvd.server.counters import Counters
 from kvd.server.requests import Request
 from kvd.server.sessions import Route, Session
+from kvd.server.unread import COUNTED, Unread
 from kvd.wire import NO_SESSION, Address, FrameFlag, Op, encode_frame
 from kvd.wire.messages import encode_error, encode_reply
 
@@ -34,7 +35,6 @@ ERROR = int(FrameFlag.REPLY | FrameFlag.ERROR)
 DONTWAIT = int(zmq.DONTWAIT)
 MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
 ROUTER_HWM = 1000  # replies that wait for one peer; more than a session's requests in flight
-MAX_UNSENT = 128 << 20  # payload bytes that wait for one peer
 
 
 def new_router(context: zmq.Context[zmq.Socket[bytes]], max_frame: int) -> zmq.Socket[bytes]:
@@ -60,6 +60,7 @@ class Responder:
         self._lost = lost
         self.ended: Callable[[Request, ErrorCode | None], object] | None = None  # for spans
         self._held: list[tuple[Route, list[bytes], Session | None]] | None = None
+        self.unread = Unread()
 
     # -- batches --------------------------------------------------------------------------------
 
@@ -96,6 +97,8 @@ class Responder:
         self._finish(request, REPLY, body, payload)
 
     def fail(self, request: Request, code: ErrorCode, message: str, retry_ns: int = 0) -> None:
+        if code is ErrorCode.BUSY:
+            self._counters.add("requests_delayed")
         if self.ended is not None:
             self.ended(request, code)
         self._finish(request, ERROR, encode_error(code, message, retry_ns), ())
@@ -144,11 +147,14 @@ class Responder:
     def _send(self, route: Route, frames: list[bytes], session: Session | None) -> None:
         socket, identity = route
         try:
-            if len(frames) == 1:
-                socket.send(identity, MORE)
-                socket.send(frames[0], DONTWAIT)
+            socket.send(identity, MORE)
+            size = len(frames[0]) if len(frames) == 1 else sum(map(len, frames))
+            if size < COUNTED or session is None:
+                for frame in frames[:-1]:
+                    socket.send(frame, MORE)
+                socket.send(frames[-1], DONTWAIT)
             else:
-                self._send_payload(route, frames, session)
+                self._send_counted(socket, frames, size, session)
         except zmq.Again:
             self._failed(session, route, "full")
         except zmq.ZMQError as error:
@@ -156,23 +162,15 @@ class Responder:
                 raise
             self._failed(session, route, "unreachable")
 
-    def _send_payload(self, route: Route, frames: list[bytes], session: Session | None) -> None:
-        socket, identity = route
-        socket.send(identity, MORE)
-        socket.send(frames[0], MORE)
-        last = len(frames) - 1
-        for at, frame in enumerate(frames[1:], start=1):
-            more = zmq.SNDMORE if at < last else 0
-            if session is None or len(frame) < 65_536:
-                socket.send(frame, DONTWAIT | more)
-            else:
-                tracker = socket.send(frame, DONTWAIT | more, copy=False, track=True)
-                session.unsent.append((tracker, len(frame)))
-
-    def unsent(self, session: Session) -> int:
-        """Payload bytes that ZMQ still holds for a session."""
-        session.unsent = [entry for entry in session.unsent if not entry[0].done]
-        return sum(size for _, size in session.unsent)
+    def _send_counted(
+        self, socket: zmq.Socket[bytes], frames: list[bytes], size: int, session: Session
+    ) -> None:
+        """Without another copy; the frames are gone when the last one is."""
+        for frame in frames[:-1]:
+            socket.send(frame, MORE, copy=len(frame) < COUNTED)
+        last = zmq.Frame(frames[-1], track=True, copy=False)
+        tracker = socket.send(last, DONTWAIT, copy=False, track=True)
+        self.unread.sent(session, size, tracker)
 
     def _failed(self, session: Session | None, route: Route, reason: str) -> None:
         self._counters.reason("sends_failed", reason)

@@ -8,7 +8,7 @@ session is closed its token means nothing.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.server.access import Grant, Peer
@@ -46,7 +46,6 @@ class Session:
     source: int = -1  # tcp: the connection's descriptor inside libzmq
     closed: bool = False
     copies: int = 0  # inline copies in worker threads that touch slots on its behalf
-    unsent: list[tuple[zmq.MessageTracker, int]] = field(default_factory=list)
 
 
 class Sessions:
