@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 
 from kvd.errors import KvdError, LimitExceeded, ProtocolError
 from kvd.server.access import Peer
+from kvd.server.doors import ATTACH_SHARE, mark
 from kvd.server.loop import Loop
 from kvd.server.sessions import Session
 from kvd.wire.attach import AttachRequest, decode_attach, encode_attach_error
@@ -84,6 +85,7 @@ class AttachServer:
         self._host = host
         self._waiting: dict[int, Connection] = {}  # by descriptor, oldest first
         self._attached: dict[int, Connection] = {}
+        self._most = mark(ATTACH_SHARE)
         self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         loop.watch(listener.fileno(), self._accept)
         loop.every(1.0, self._drop_silent)
@@ -125,6 +127,11 @@ class AttachServer:
                     self._refuse_one()
                 elif error.errno != errno.ECONNABORTED:
                     log.warning("accept on the attach socket failed: %s", error)
+                return
+            if sock.fileno() >= self._most:
+                log.error("clients took the descriptors up to number %d; refused one; see who "
+                          "holds so many, or raise LimitNOFILE", self._most)  # fmt: skip
+                sock.close()
                 return
             self._begin(sock)
 

@@ -27,6 +27,7 @@ from kvd.server.config import Config
 from kvd.server.counters import Counters
 from kvd.server.desk import Desk
 from kvd.server.dispatch import Dispatcher
+from kvd.server.doors import LEAST_DESCRIPTORS, LOCAL_SHARE, Door, mark
 from kvd.server.endpoint import Endpoint
 from kvd.server.inline import Inline
 from kvd.server.ladder import RECOVER_AGAIN_S, WATCH_S, Ladder
@@ -55,6 +56,7 @@ NS = 1_000_000_000
 IDLE_MS = 1000
 HAND_OVER_MS = 1
 STOP_WORKERS_S = 5.0
+DOOR_S = 0.5
 _PREFAULT_STEP = 64 << 20
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -260,17 +262,20 @@ class Server:
     def _listen(self, limits: Limits) -> None:
         self.router = new_router(self.context, _max_frame(limits))
         self._undo.callback(self.router.close)
-        self.endpoint.bind(
-            self.config.socket, lambda: self.router.bind(f"ipc://{self.config.socket}")
-        )
+        self._bind_local()
+        self.door = Door("daemon.socket", self.router, mark(LOCAL_SHARE), self._bind_local)
+        self._undo.callback(self.door.close)
         self.attach = AttachServer(self.loop, self.endpoint.listen_attach(), self.desk)
         self._undo.callback(self.attach.close)
         self.desk.attach_server = self.attach
         loop = self.loop
         loop.add_socket(self.router, lambda: self.dispatcher.drain(self.router))
+        loop.add_socket(self.door.monitor, self.door.hear)
+        loop.every(DOOR_S, self.door.watch)
         if self.tcp is not None:
             loop.add_socket(self.tcp.zap, self.tcp.answer_zap)
             loop.add_socket(self.tcp.monitor, self._tcp_gone)
+            loop.every(DOOR_S, self.tcp.door.watch)
             loop.add_socket(self.tcp.socket, self._tcp_ready)
         loop.watch(self.ladder.completions.fileno(), lambda events: self.ladder.drain())
         loop.watch(self.ladder.news, lambda events: self.ladder.hear())
@@ -278,6 +283,10 @@ class Server:
             loop.watch(directory.news, lambda events: directory.hear())
         loop.watch(self.transfers.wakeup, lambda events: self.transfers.drain())
         loop.on_signals(STOP_SIGNALS, self._on_signal)
+
+    def _bind_local(self) -> None:
+        path = self.config.socket
+        self.endpoint.bind(path, lambda: self.router.bind(f"ipc://{path}"))
 
     def _tcp_gone(self) -> None:
         assert self.tcp is not None
@@ -431,7 +440,8 @@ def _tcp_keys(config: Config) -> TcpKeys | None:
 
 
 def _raise_descriptor_limit() -> None:
-    """Each client takes two or three descriptors: use all that we may have."""
+    """Each client takes three or four descriptors: use all that we may have. ConfigError if that is
+    less than what kvd.server.doors can do with."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1 << 16 if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -439,3 +449,9 @@ def _raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         except (OSError, ValueError) as error:
             log.info("descriptor limit stays at %d: %s", soft, error)
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != resource.RLIM_INFINITY and allowed < LEAST_DESCRIPTORS:
+        raise ConfigError(
+            f"only {allowed} open files are allowed, at least {LEAST_DESCRIPTORS} are needed: "
+            "raise LimitNOFILE of the unit, or ulimit -n"
+        )

@@ -17,6 +17,7 @@ import zmq
 from zmq.utils import z85
 
 from kvd.errors import ConfigError
+from kvd.server.doors import REMOTE_SHARE, Door, mark
 from kvd.server.files import open_file
 from kvd.server.respond import new_router
 from kvd.wire.limits import DEFAULT_LIMITS
@@ -27,7 +28,6 @@ log = logging.getLogger(__name__)
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"kvd"
-_EVENT = struct.Struct("<HI")  # event, value
 
 
 class TcpKeys(NamedTuple):
@@ -65,9 +65,11 @@ class TcpEndpoint:
             (zmq.HANDSHAKE_IVL, 5000),
         ):
             self.socket.setsockopt(option, value)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._endpoint = endpoint
+        self.door = Door("tcp.endpoint", self.socket, mark(REMOTE_SHARE), self._bind)
+        self.monitor = self.door.monitor
         try:
-            self.socket.bind(endpoint)
+            self._bind()
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(
@@ -97,19 +99,13 @@ class TcpEndpoint:
 
     def disconnected(self) -> list[int]:
         """Descriptors (as messages carry them) of connections that ended since the last call."""
-        ended: list[int] = []
-        while True:
-            try:
-                frames = self.monitor.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return ended
-            event, value = _EVENT.unpack(frames[0][: _EVENT.size])
-            if event == zmq.EVENT_DISCONNECTED:
-                ended.append(value)
+        return self.door.hear()
+
+    def _bind(self) -> None:
+        self.socket.bind(self._endpoint)
 
     def close(self) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
+        self.door.close()
         self.socket.close(linger=0)
         self.zap.close(linger=0)
 
