@@ -102,6 +102,9 @@ def test_what_the_sample_cannot_tell_is_not_told() -> None:
     for one in advise_on(few):
         assert not one.enough and one.says.startswith("too little was seen")
         assert one.row()["hit_pct"] is None
+    once = stat(reuse={"all": curve(curve=[]), "tenants": {}})  # plenty seen, nothing twice
+    for one in advise_on(once):
+        assert not one.enough and one.says.startswith("nothing of what was seen was used a second")
     # a gain within the error of the sample is none
     rough = stat(reuse={"all": curve(rate=0.01, followed=250), "tenants": {}})
     first = next(iter(advise_on(rough)))

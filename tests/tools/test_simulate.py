@@ -315,3 +315,9 @@ def test_the_check_against_a_daemon_is_told(tmp_path: Path) -> None:
     assert "ring" in result.stdout and "+0.00" in result.stdout
     told = json.loads(CliRunner().invoke(simulate, [*words, "--json"]).stdout)["agreement"]
     assert told[0]["daemon_hit_pct"] == told[0]["replay_hit_pct"] == pytest.approx(88.33, abs=0.01)
+
+
+@pytest.mark.parametrize("option", ["--speed", "--lower"])
+def test_what_is_no_number_is_no_option(option: str) -> None:
+    result = CliRunner().invoke(simulate, [str(SYNTHETIC), option, "nan"])
+    assert result.exit_code == 2 and "nan is not a number" in result.output

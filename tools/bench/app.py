@@ -15,6 +15,7 @@ from rich.table import Table
 from kvd.errors import KvdError
 from kvd.tools.bench import machine
 from kvd.tools.bench.daemon import BenchError
+from kvd.tools.ranges import Range
 
 _EPILOG = """\b
 Examples:
@@ -156,7 +157,7 @@ def isolation(
 @bench.command()
 @_json
 @_quick
-@click.option("--gib", type=click.FloatRange(min=0.125), help="Only this size (default: 1, 4, 8).")
+@click.option("--gib", type=Range(0.125, 1024), help="Only this size (default: 1, 4, 8).")
 def death(as_json: bool, quick: bool, gib: float | None) -> None:
     """A client is killed that has the whole arena mapped: how long what it held stays taken.
 
@@ -170,7 +171,7 @@ def death(as_json: bool, quick: bool, gib: float | None) -> None:
 @bench.command()
 @_json
 @_quick
-@click.option("--seconds", type=click.FloatRange(min=0.5), help="Of lookups (default: 60).")
+@click.option("--seconds", type=Range(0.5, 3600), help="Of lookups (default: 60).")
 def telemetry(as_json: bool, quick: bool, seconds: float | None) -> None:
     """Lookups, memory and a stop with a collector that is mute, or away, beside none."""
     from kvd.tools.bench.telemetry import run_telemetry

@@ -154,6 +154,8 @@ def _measured(stat: Mapping[str, Any], tenant: str) -> float | None:
 def _words(
     tier: str, curve: Curve, room: int, now: float, margin: float, steps: tuple[Step, ...]
 ) -> str:
+    if not curve.enough and curve.sampled >= ENOUGH_USES and curve.followed >= ENOUGH_KEYS:
+        return "nothing of what was seen was used a second time: no room would have brought a hit"
     if not curve.enough:
         return (
             f"too little was seen to tell: {format_count(curve.sampled)} sampled uses of"

@@ -24,6 +24,7 @@ from kvd.tools.cli.console import Output, cell
 from kvd.tools.cli.link import Link
 from kvd.tools.cli.options import connection
 from kvd.tools.cli.units import clean, format_bytes, format_count
+from kvd.tools.ranges import Range
 from kvd.tools.simulate.live import EVERYBODY, Curve, curves
 from kvd.tools.simulate.plot import PlotError, draw, draw_curves
 from kvd.tools.simulate.replay import Count, replay, sampled_lru
@@ -144,7 +145,7 @@ def _cell(trace: Trace, name: str, percent: float, tiers: int, count: Count) -> 
 )
 @click.option(
     "--lower",
-    type=click.FloatRange(min=0.0, min_open=True),
+    type=Range(min=0.0, min_open=True),
     default=4.0,
     show_default=True,
     help="Size of the second tier, as a multiple of the first.",
@@ -177,7 +178,7 @@ def _cell(trace: Trace, name: str, percent: float, tiers: int, count: Count) -> 
 )
 @click.option(
     "--speed",
-    type=click.FloatRange(min=0.0),
+    type=Range(min=0.0),
     default=12.0,
     show_default=True,
     help="With --check-daemon: at most so many times the trace's own pace; 0: no limit.",
