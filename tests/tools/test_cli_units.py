@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvd.tools.cli.console import Output, cell
 from kvd.tools.cli.units import (
     clean,
     format_bytes,
@@ -126,3 +129,24 @@ def test_a_name_can_not_steer_the_terminal() -> None:
 @given(st.text())
 def test_whatever_a_name_is_it_can_be_written_as_utf8(text: str) -> None:
     clean(text).encode("utf-8")
+
+
+def test_a_long_table_says_what_a_short_one_says_and_takes_no_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = ("name", ">size", "state")
+    rows = [["a", "12 MiB", "ok"], ["名前", "1 B", "-"], ["x\x1b\n", "340 KiB", "degraded"]]
+    monkeypatch.setenv("COLUMNS", "80")
+    output = Output("inspect", as_json=False)
+    table = output.table("", *heads)
+    for row in rows:
+        table.add_row(*(cell(text) for text in row))
+    output.show(table)
+    short = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    output.long_table(heads, rows)
+    long = capsys.readouterr().out.splitlines()
+    assert [long[0], *long[2:]] == [short[0], *short[2:]]
+    begun = time.perf_counter()
+    output.long_table(heads, (["key", f"{number} B", "sealed"] for number in range(100_000)))
+    assert time.perf_counter() - begun < 10  # rich: more than a minute
+    assert len(capsys.readouterr().out.splitlines()) == 100_002

@@ -39,6 +39,7 @@ from kvd.tools.cli.units import (
 LEVELS = ("namespaces", "specs", "prefixes", "chunks")
 _DEFAULT_LIMIT = 50
 _TREE_PREFIXES = 5
+_MANY = 1000  # rows of a table that are no longer drawn one by one
 
 
 class Column(NamedTuple):
@@ -279,7 +280,13 @@ def _show(output: Output, level: str, rows: list[Row], full: bool) -> None:
         said = (f"{one.head.removeprefix('>')} {_shown(one, rows[0], full)}" for one in common)
         output.say(clean(", ".join(said)), style="dim")
     columns = [column for column in columns if column not in common]
-    table = output.table("", *(column.head for column in columns))
+    heads = [column.head for column in columns]
+    if len(rows) > _MANY:
+        output.long_table(
+            heads, ([_shown(column, row, full) for column in columns] for row in rows)
+        )
+        return
+    table = output.table("", *heads)
     for row in rows:
         table.add_row(*(cell(_shown(column, row, full), column.style) for column in columns))
     output.show(table)
