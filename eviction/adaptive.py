@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Sequence
 from heapq import heappush
 from math import exp2, log2, nan
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +26,11 @@ from kvd.eviction.leaves import SAME_USE_S, LeafPolicy, worth
 from kvd.native import mypyc_attr
 
 # A half-life of a millisecond orders by the last use: LRU is one of the experts.
-HALF_LIVES_S = (0.001, 60.0, 300.0, 1200.0)
+HALF_LIVES_S: Final = (0.001, 60.0, 300.0, 1200.0)
 
-_SAMPLE = 2048  # chunks from which the bars are estimated
-_STEP = 64  # ids that one call moves to the new ruler's heaps
-_LOWEST = float("-inf")
+_SAMPLE: Final = 2048  # chunks from which the bars are estimated
+_STEP: Final = 64  # ids that one call moves to the new ruler's heaps
+_LOWEST: Final = float("-inf")
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Final
 
-NOBODY = -1
+NOBODY: Final = -1
 
 
 class Aside:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import exp2, log2
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from kvd.eviction.ghosts import Ghosts
 from kvd.eviction.leaves import SAME_USE_S, LeafPolicy, worth
 from kvd.native import mypyc_attr
 
-FAR = 64.0  # half-lives beyond which the smaller term is lost in a double
+FAR: Final = 64.0  # half-lives beyond which the smaller term is lost in a double
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import log2
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,14 +27,14 @@ from numpy.typing import NDArray
 from kvd.eviction.hot import Hot
 from kvd.eviction.order import Order, Spot
 
-SAMPLES = 8192
-SAME_USE_NS = 1_000_000_000
-_WORD = 1 << 64
-_PER_OCTAVE = 8
-_FIRST_OCTAVE = 12  # 4 KiB; whatever is nearer counts there
-_BINS = _PER_OCTAVE * 40
-_EDGES = 2.0 ** (_FIRST_OCTAVE + np.arange(_BINS + 1) / _PER_OCTAVE)
-_FADES = 16  # steps of a half-life
+SAMPLES: Final = 8192
+SAME_USE_NS: Final = 1_000_000_000
+_WORD: Final = 1 << 64
+_PER_OCTAVE: Final = 8
+_FIRST_OCTAVE: Final = 12  # 4 KiB; whatever is nearer counts there
+_BINS: Final = _PER_OCTAVE * 40
+_EDGES: Final = 2.0 ** (_FIRST_OCTAVE + np.arange(_BINS + 1) / _PER_OCTAVE)
+_FADES: Final = 16  # steps of a half-life
 
 
 class Point(NamedTuple):

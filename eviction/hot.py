@@ -7,15 +7,17 @@ has nearly that much. What was long ago counts less and less.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
-SHARE = 0.002
-_TABLE = 1024
-_STRIDE = 17  # prime: no length of a request keeps step with it
-_REVIEW = 2048  # looks between two lists of the hot, in the end
-_FEW = 8  # looks that make nothing hot
-_MOST = 1 << 16  # looks that count
+SHARE: Final = 0.002
+_TABLE: Final = 1024
+_STRIDE: Final = 17  # prime: no length of a request keeps step with it
+_REVIEW: Final = 2048  # looks between two lists of the hot, in the end
+_FEW: Final = 8  # looks that make nothing hot
+_MOST: Final = 1 << 16  # looks that count
 
 
 class Hot:

@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, isinf, nan
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +30,10 @@ from kvd.eviction.base import Ghostly, Policy
 from kvd.eviction.walk import Walk
 from kvd.native import mypyc_attr
 
-ABSENT = -1
-SAME_USE_S = 1.0
-_STEP = 1 << 14  # rows that the columns grow by: doubling a million took 6 ms
-_SLACK = 1024  # stale entries that a heap may hold beyond twice its chunks
+ABSENT: Final = -1
+SAME_USE_S: Final = 1.0
+_STEP: Final = 1 << 14  # rows that the columns grow by: doubling a million took 6 ms
+_SLACK: Final = 1024  # stale entries that a heap may hold beyond twice its chunks
 
 
 def worth(age_ns: float) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from math import inf
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,8 @@ from kvd.eviction.aside import Aside
 from kvd.eviction.base import Policy
 from kvd.native import mypyc_attr
 
-ABSENT = -1
-_NS = 1e9
+ABSENT: Final = -1
+_NS: Final = 1e9
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 from array import array
 from math import log2
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-_PER_OCTAVE = 6
-_OCTAVES = 24  # from 1/16 s to 12 days
-_SHIFT = 4.0
-BINS = _PER_OCTAVE * _OCTAVES
-_FLOOR_S = 1e-3
-_SMOOTH = 4  # bins to each side
-_AT_A_TIME = 4  # groups worked out in one refresh
+_PER_OCTAVE: Final = 6
+_OCTAVES: Final = 24  # from 1/16 s to 12 days
+_SHIFT: Final = 4.0
+BINS: Final = _PER_OCTAVE * _OCTAVES
+_FLOOR_S: Final = 1e-3
+_SMOOTH: Final = 4  # bins to each side
+_AT_A_TIME: Final = 4  # groups worked out in one refresh
 
 # Upper edge of each bin, seconds.
-_EDGES = 2.0 ** ((np.arange(BINS) + 1.0) / _PER_OCTAVE - _SHIFT)
+_EDGES: Final = 2.0 ** ((np.arange(BINS) + 1.0) / _PER_OCTAVE - _SHIFT)
 
 
 def bin_of(age_ns: float) -> int:

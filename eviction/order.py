@@ -8,7 +8,9 @@ the first is colder than all of the second.
 
 from __future__ import annotations
 
-_STEP = 4  # places of the first set looked at in each use
+from typing import Final
+
+_STEP: Final = 4  # places of the first set looked at in each use
 
 
 class Spot:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from kvd.errors import ConfigError
 from kvd.eviction.adaptive import Adaptive
@@ -24,11 +24,11 @@ from kvd.eviction.lru import Lru
 from kvd.eviction.reuse import Reuse
 from kvd.eviction.s3fifo import S3Fifo
 
-DEFAULT = "reuse"
+DEFAULT: Final = "reuse"
 # What Policy leaves open. Said here, because the compiled class does not know it at run time.
-_MUST = ("insert", "touch", "victims", "coldness", "forget", "value", "__len__")
+_MUST: Final = ("insert", "touch", "victims", "coldness", "forget", "value", "__len__")
 
-POLICIES: dict[str, type[Policy]] = {
+POLICIES: Final[dict[str, type[Policy]]] = {
     policy.name: policy for policy in (Adaptive, Arc, Crf, Fifo, Lfuda, Lru, Reuse, S3Fifo)
 }
 

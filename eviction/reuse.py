@@ -12,7 +12,7 @@ leaning on what all have seen while it has seen little.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +24,12 @@ from kvd.eviction.odds import BINS, Odds, bin_of, bins_of
 from kvd.eviction.walk import Walk
 from kvd.native import mypyc_attr
 
-_MOST = 3  # uses after the first that make a difference
-_SAMPLE = 4096  # running lives looked at for one refresh
-_FADE_NS = 1800 * 1_000_000_000  # what was learned counts half after so long
-_GROUPS = 16  # queues that learn for themselves; those that come later share the last
-_FRESH = 256  # evictions that the odds hold for at least: to work them out takes a while
-_TIE = 1e-6  # of the recency by which equal odds are told apart
+_MOST: Final = 3  # uses after the first that make a difference
+_SAMPLE: Final = 4096  # running lives looked at for one refresh
+_FADE_NS: Final = 1800 * 1_000_000_000  # what was learned counts half after so long
+_GROUPS: Final = 16  # queues that learn for themselves; those that come later share the last
+_FRESH: Final = 256  # evictions that the odds hold for at least: to work them out takes a while
+_TIE: Final = 1e-6  # of the recency by which equal odds are told apart
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

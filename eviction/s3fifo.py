@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from kvd.eviction.walk import Walk
 from kvd.native import mypyc_attr
 
 SMALL, MAIN = 0, 1
-_MOST = 3  # uses that count
+_MOST: Final = 3  # uses that count
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import ClassVar, Protocol
+from typing import ClassVar, Final, Protocol
 
 from kvd.eviction.aside import Aside
 
-_RESOLVED = -1  # in place of a position in the heap: this is the chunk's score now
+_RESOLVED: Final = -1  # in place of a position in the heap: this is the chunk's score now
 
 
 class Forest(Protocol):

@@ -8,10 +8,12 @@ compiled by mypyc (`setup.py`). Nothing behaves differently but for the time tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
 T = TypeVar("T")
+E = TypeVar("E", bound=type[Enum])
 
 if TYPE_CHECKING:
     from mypy_extensions import mypyc_attr as mypyc_attr
@@ -26,3 +28,11 @@ def compiled() -> bool:
     """Whether the core that runs here is compiled."""
     core = find_spec("kvd.core.core")
     return core is not None and not str(core.origin).endswith(".py")
+
+
+def plain_members(cls: E) -> E:
+    """Members are attributes of their class and nothing else, as from Python 3.12 on: 3.11 finds
+    each by a call of a Python function, for which a request that names a dozen of them pays."""
+    for name, member in cls.__members__.items():
+        type.__setattr__(cls, name, member)
+    return cls

@@ -8,18 +8,18 @@ forgery: whoever can write the arena can also write what it holds.
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-BLOCK_BYTES = 1 << 20
-DIGEST_BYTES = 16
+BLOCK_BYTES: Final = 1 << 20
+DIGEST_BYTES: Final = 16
 
-_STEP_BYTES = 512 << 10  # what a copy leaves in a core's cache for the hash behind it
+_STEP_BYTES: Final = 512 << 10  # what a copy leaves in a core's cache for the hash behind it
 
-_LENGTH = struct.Struct("<Q")
+_LENGTH: Final = struct.Struct("<Q")
 
 Buffer = bytes | bytearray | memoryview
 

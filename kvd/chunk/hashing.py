@@ -19,7 +19,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,17 +29,17 @@ from kvd.chunk.outcome import Kind
 from kvd.chunk.spec import MAX_CHUNK_TOKENS
 from kvd.errors import BadKey
 
-NO_PARENT = bytes(HASH_BYTES)  # the parent of a chain's first chunk
-FINGERPRINT_BYTES = 16
-NO_FINGERPRINT = bytes(FINGERPRINT_BYTES)
-MAX_SALT_BYTES = 4096
+NO_PARENT: Final = bytes(HASH_BYTES)  # the parent of a chain's first chunk
+FINGERPRINT_BYTES: Final = 16
+NO_FINGERPRINT: Final = bytes(FINGERPRINT_BYTES)
+MAX_SALT_BYTES: Final = 4096
 
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
 
-_DOMAIN = b"kvd/chunk/1\0"
-_PERSON = b"kvd/fingerprint1"
-_FIELD = struct.Struct("<BI")
-_SPAN = struct.Struct("<qQ")
+_DOMAIN: Final = b"kvd/chunk/1\0"
+_PERSON: Final = b"kvd/fingerprint1"
+_FIELD: Final = struct.Struct("<BI")
+_SPAN: Final = struct.Struct("<qQ")
 _KIND, _PARENT, _SALT, _TOKENS, _MEDIA = range(1, 6)
 
 

@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum, IntFlag
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-HEADER_BYTES = 512
-HEADER_MAGIC = b"KVDCHNK1"
-HEADER_VERSION = 1
+from kvd.native import plain_members
 
-_CHECK_AT = 504
-_STRUCT = struct.Struct("<8sHHBBH32s32s32s32sIIII16sQIIQQQ16sQ16s248x")
-_CHECKED = struct.Struct(f"<{_CHECK_AT}sQ")
-_CHECK = struct.Struct("<Q")
+HEADER_BYTES: Final = 512
+HEADER_MAGIC: Final = b"KVDCHNK1"
+HEADER_VERSION: Final = 1
+
+_CHECK_AT: Final = 504
+_STRUCT: Final = struct.Struct("<8sHHBBH32s32s32s32sIIII16sQIIQQQ16sQ16s248x")
+_CHECKED: Final = struct.Struct(f"<{_CHECK_AT}sQ")
+_CHECK: Final = struct.Struct("<Q")
 assert _STRUCT.size == _CHECK_AT and _CHECKED.size == HEADER_BYTES
 
 
+@plain_members
 class State(IntEnum):
     """Where a slot is in its life. Only READY is ever visible to a lookup."""
 
@@ -36,14 +39,15 @@ class State(IntEnum):
     QUARANTINED = 4  # the payload did not match its digest
 
 
+@plain_members
 class HeaderFlag(IntFlag):
     NONE = 0
     SEALED = 1  # `digest` holds the payload's digest
     K_ROTATED = 2  # keys carry their rotary position (pos0 on)
 
 
-_NO_HASH = bytes(32)
-_NO_DIGEST = bytes(16)
+_NO_HASH: Final = bytes(32)
+_NO_DIGEST: Final = bytes(16)
 
 
 class ChunkHeader(NamedTuple):
@@ -157,9 +161,9 @@ class ChunkHeader(NamedTuple):
         )
 
 
-_KINDS = frozenset((0, 1, 2))  # 0: a record that was freed
-_STATES = frozenset(int(s) for s in State)
-_FIXED = (
+_KINDS: Final = frozenset((0, 1, 2))  # 0: a record that was freed
+_STATES: Final = frozenset(int(s) for s in State)
+_FIXED: Final = (
     ("namespace_digest", 32),
     ("spec", 32),
     ("chunk", 32),
@@ -171,7 +175,7 @@ _FIXED = (
 
 # Bytes are void fields ("V32"), not "S32": numpy cuts trailing zeros off S on access, and a hash
 # may end in one. Use .tobytes() on a column for packed bytes, bytes(x) on one value.
-RECORD_DTYPE = np.dtype(
+RECORD_DTYPE: Final = np.dtype(
     [
         ("magic", "V8"),
         ("version", "<u2"),
@@ -205,11 +209,13 @@ assert RECORD_DTYPE.itemsize == HEADER_BYTES
 
 # What is kept of a record that was verified: its first 256 bytes, the same fields by name without
 # the reserved ones and the check. Half the memory, and first touching memory is what costs.
-IDENTITY_BYTES = 256
-IDENTITY_DTYPE = np.dtype(RECORD_DTYPE.descr[: (RECORD_DTYPE.names or ()).index("reserved2")])
+IDENTITY_BYTES: Final = 256
+IDENTITY_DTYPE: Final = np.dtype(
+    RECORD_DTYPE.descr[: (RECORD_DTYPE.names or ()).index("reserved2")]
+)
 assert IDENTITY_DTYPE.itemsize == IDENTITY_BYTES
 
-_LEAD = np.dtype(
+_LEAD: Final = np.dtype(
     {
         "names": ["magic", "version", "header_size", "kind", "state"],
         "formats": ["<u8", "<u2", "<u2", "u1", "u1"],
@@ -217,8 +223,8 @@ _LEAD = np.dtype(
         "itemsize": HEADER_BYTES,
     }
 )
-_VERIFY_BATCH = 16384  # 8 MiB: what is copied at a time
-_MAGIC_U64 = np.frombuffer(HEADER_MAGIC, "<u8")[0]
+_VERIFY_BATCH: Final = 16384  # 8 MiB: what is copied at a time
+_MAGIC_U64: Final = np.frombuffer(HEADER_MAGIC, "<u8")[0]
 
 
 def verify_table(table: NDArray[np.void]) -> NDArray[np.bool_]:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvd.chunk.outcome import Kind
 from kvd.errors import BadKey
 
-HASH_BYTES = 32
-MAX_NAMESPACE_BYTES = 128
+HASH_BYTES: Final = 32
+MAX_NAMESPACE_BYTES: Final = 128
 
-_NAMESPACE_DOMAIN = b"kvd/namespace/1\0"
-_STORAGE_DOMAIN = b"kvd/storage-name/1\0"
-_KEY = struct.Struct("<BI")
+_NAMESPACE_DOMAIN: Final = b"kvd/namespace/1\0"
+_STORAGE_DOMAIN: Final = b"kvd/storage-name/1\0"
+_KEY: Final = struct.Struct("<BI")
 
 
 class ChunkKey(NamedTuple):

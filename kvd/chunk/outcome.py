@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from kvd.native import plain_members
 
+
+@plain_members
 class Outcome(IntEnum):
     """One byte per chunk in a reply."""
 
@@ -36,6 +39,7 @@ class Outcome(IntEnum):
     ABORTED = 20  # abort: given back
 
 
+@plain_members
 class Kind(IntEnum):
     """How the chunk hash was made, and so where a chunk may be reused."""
 

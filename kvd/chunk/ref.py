@@ -6,14 +6,14 @@ one compares the generation in the record table after its last byte; see docs/pr
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-REF_BYTES = 32
+REF_BYTES: Final = 32
 
-REF_DTYPE = np.dtype(
+REF_DTYPE: Final = np.dtype(
     [
         ("arena", "<u4"),  # number of the arena in this session (told at attach)
         ("record", "<u4"),  # index of the slot's 512-byte record in the arena's table

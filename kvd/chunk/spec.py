@@ -19,30 +19,30 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvd.errors import SpecError
 
-MAX_SPEC_BYTES = 64 * 1024  # an encoded spec travels in one message and lies in the registry
-MAX_FIELD_BYTES = 4096  # one string, in UTF-8
-MIN_CHUNK_TOKENS = 16
-MAX_CHUNK_TOKENS = 4096
-MAX_WORLD = 1 << 16  # pipeline stages, tensor ranks, groups, parts, layers, heads
+MAX_SPEC_BYTES: Final = 64 * 1024  # an encoded spec travels in one message and lies in the registry
+MAX_FIELD_BYTES: Final = 4096  # one string, in UTF-8
+MIN_CHUNK_TOKENS: Final = 16
+MAX_CHUNK_TOKENS: Final = 4096
+MAX_WORLD: Final = 1 << 16  # pipeline stages, tensor ranks, groups, parts, layers, heads
 
 Pairs = tuple[tuple[str, str], ...]
 
-_MAGIC = b"KVDSPEC1"
-_DIGEST_DOMAIN = b"kvd/spec/1\0"
-_U32 = struct.Struct("<I")
-_FIELD = struct.Struct("<BI")
-_SHARD = struct.Struct("<8IQ")
+_MAGIC: Final = b"KVDSPEC1"
+_DIGEST_DOMAIN: Final = b"kvd/spec/1\0"
+_U32: Final = struct.Struct("<I")
+_FIELD: Final = struct.Struct("<BI")
+_SHARD: Final = struct.Struct("<8IQ")
 
-_STRINGS = ("model", "revision", "weights", "engine", "dtype", "quantisation", "codec")
-_REQUIRED = ("model", "weights", "engine", "dtype", "codec")
-_INTEGERS = ("chunk_tokens", "pipeline", "tensor", "groups")
-_PAIRS = ("rope", "extra")
+_STRINGS: Final = ("model", "revision", "weights", "engine", "dtype", "quantisation", "codec")
+_REQUIRED: Final = ("model", "weights", "engine", "dtype", "codec")
+_INTEGERS: Final = ("chunk_tokens", "pipeline", "tensor", "groups")
+_PAIRS: Final = ("rope", "extra")
 # a tag is a field's number in protocol 1 and on disk: append only, never reuse
-_TAGS = {name: 1 + i for i, name in enumerate((*_STRINGS, *_INTEGERS, *_PAIRS, "shards"))}
+_TAGS: Final = {name: 1 + i for i, name in enumerate((*_STRINGS, *_INTEGERS, *_PAIRS, "shards"))}
 
 
 class ShardSpec(NamedTuple):

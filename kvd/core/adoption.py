@@ -10,7 +10,7 @@ is left.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,8 @@ from kvd.core.spaces import Space
 from kvd.core.store import Store
 from kvd.core.writes import Writes
 
-_STRIDE = 8192
-_UNKNOWN = bytes(
+_STRIDE: Final = 8192
+_UNKNOWN: Final = bytes(
     16
 )  # owner of slots whose record does not hold: any earlier session might write there
 

@@ -10,7 +10,7 @@ counted, told, and a plain LRU takes over, into which all that is resident is lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from kvd.core.recollection import Recollection
 from kvd.eviction.base import Policy
 from kvd.eviction.recency import Recency
 
-_TEXT = 200
+_TEXT: Final = 200
 
 
 def _unless_interrupted(error: BaseException) -> None:

@@ -9,12 +9,14 @@ the same tenants. With tiers below, demotion keeps slots free instead (see Demot
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvd.core.evictions import Evictions, Found, Search
 from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.spaces import Space
 from kvd.core.store import TOUCH_SLICE, Store
 
-_SWEEP = 256
+_SWEEP: Final = 256
 
 
 class Ahead:

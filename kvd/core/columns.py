@@ -9,31 +9,31 @@ scalar. Rows are made of untouched zero pages, so room for many costs nothing.
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-NONE = -1
+NONE: Final = -1
 
 # states of a cell
-ABSENT = 0
-WRITING = 1
-READY = 2
-BAD = 4  # quarantined
+ABSENT: Final = 0
+WRITING: Final = 1
+READY: Final = 2
+BAD: Final = 4  # quarantined
 
 # marks of a cell
-SEALED = 1
-UNVERIFIED = 2  # adopted with a digest that nobody has compared yet
-ADOPTED = 4  # its chunk is of an earlier life
-MOVING = 8
-SEALING = 16
-EARLIER = 32  # its slot is of an earlier life: not to be used again during the hold
+SEALED: Final = 1
+UNVERIFIED: Final = 2  # adopted with a digest that nobody has compared yet
+ADOPTED: Final = 4  # its chunk is of an earlier life
+MOVING: Final = 8
+SEALING: Final = 16
+EARLIER: Final = 32  # its slot is of an earlier life: not to be used again during the hold
 
 # tallies of a chunk
-HERE = 1  # has shards or writers in DRAM: counted as a kid of its parent
-ALONE = 2  # only in tiers below: counted in its space
-BOTH = 4  # here and below: counted for its tenant
+HERE: Final = 1  # has shards or writers in DRAM: counted as a kid of its parent
+ALONE: Final = 2  # only in tiers below: counted in its space
+BOTH: Final = 4  # here and below: counted for its tenant
 
 
 def column(rows: int, dtype: Any, fill: int = 0) -> tuple[NDArray[Any], memoryview]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from kvd.core.shares import TenantRules
 
-PAGE = 4096
-SECOND_NS = 1_000_000_000
-MAX_ROWS = 1 << 24  # chunks and cells that the flat arrays can hold at most
-MAX_TIERS = 8
+PAGE: Final = 4096
+SECOND_NS: Final = 1_000_000_000
+MAX_ROWS: Final = 1 << 24  # chunks and cells that the flat arrays can hold at most
+MAX_TIERS: Final = 8
 
 
 class WritePolicy(StrEnum):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,9 +57,9 @@ from kvd.errors import (
 )
 from kvd.eviction.base import Policy
 
-_EXPIRE_SLICE = 64  # things that fall due looked at in one event
-_RETRY_S = 0.02  # a write takes about so long to be committed
-_TOUCH_LIMIT = 64  # deferred uses beyond which an event applies some itself
+_EXPIRE_SLICE: Final = 64  # things that fall due looked at in one event
+_RETRY_S: Final = 0.02  # a write takes about so long to be committed
+_TOUCH_LIMIT: Final = 64  # deferred uses beyond which an event applies some itself
 
 
 class CoreFault(Exception):

@@ -7,7 +7,7 @@ is kept by namespace has no second, separate total.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from kvd.telemetry import METRICS, MetricKind
 
@@ -24,7 +24,9 @@ def _declared(*, tenant: bool) -> dict[str, tuple[str, ...]]:
 
 
 _OWN, _TENANT = _declared(tenant=False), _declared(tenant=True)
-_KEYS = frozenset((name, label) for name, labels in _TENANT.items() for label in labels or ("",))
+_KEYS: Final = frozenset(
+    (name, label) for name, labels in _TENANT.items() for label in labels or ("",)
+)
 
 
 class TenantCounts(Counts):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from math import ceil
+from typing import Final
 
 from kvd.chunk import State
 from kvd.core import columns as col
@@ -29,11 +30,11 @@ from kvd.core.shares import NOBODY
 from kvd.core.store import Store
 from kvd.fair import FairQueue
 
-_NO_ID = bytes(16)
-_ATTEMPTS = 3  # of one write that finds no room
-_BACKOFF_NS = 50_000_000  # after a batch in which nothing could go
-_MOVES = 256  # under way at a time, of those that are in no hurry
-_THROUGH = 16  # chunks looked at in one event
+_NO_ID: Final = bytes(16)
+_ATTEMPTS: Final = 3  # of one write that finds no room
+_BACKOFF_NS: Final = 50_000_000  # after a batch in which nothing could go
+_MOVES: Final = 256  # under way at a time, of those that are in no hurry
+_THROUGH: Final = 16  # chunks looked at in one event
 
 
 class Move:

@@ -9,6 +9,7 @@ the chunk, the payload does not hold), the chunk is deleted all the same, and co
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from kvd.chunk import ChunkHeader
 from kvd.core.actions import TierScrub, TierWrite
@@ -17,7 +18,7 @@ from kvd.core.fetches import Fetches
 from kvd.core.lower import READY, Lower, TierJob
 from kvd.core.store import Store
 
-_AT_A_TIME = 4  # payloads of one tier on their way down: what the server holds in memory
+_AT_A_TIME: Final = 4  # payloads of one tier on their way down: what the server holds in memory
 
 
 class Descent:

@@ -8,6 +8,7 @@ numbers of chunks by their last use, and within each stride of a band.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +17,11 @@ from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.lower import Lower
 from kvd.core.store import Store
 
-_STRIDE = 1 << 14  # rows looked at at once: a few tenths of a millisecond
-_PIECE = 128  # chunks named at once
-_BANDS = 16
-_SAMPLES = 256  # of a stride, by which the bands are cut
-_BAND_LEAST = 1024  # chunks; fewer are one band
+_STRIDE: Final = 1 << 14  # rows looked at at once: a few tenths of a millisecond
+_PIECE: Final = 128  # chunks named at once
+_BANDS: Final = 16
+_SAMPLES: Final = 256  # of a stride, by which the bands are cut
+_BAND_LEAST: Final = 1024  # chunks; fewer are one band
 
 
 class Drains:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from kvd.chunk import ChunkHeader, KVSpec
 from kvd.core.shares import TenantRules
+from kvd.native import plain_members
 
 HASH_BYTES = 32
 FINGERPRINT_BYTES = 16
@@ -27,6 +28,7 @@ DIGEST_BYTES = 16
 NO_PARENT = bytes(HASH_BYTES)
 
 
+@plain_members
 class LookupFlag(IntFlag):
     """What a lookup does besides answering."""
 
@@ -268,6 +270,7 @@ class Copied(NamedTuple):
     ok: bool
 
 
+@plain_members
 class TierAnswer(StrEnum):
     """How a job of a tier ended: what the tiers' contract answers, by the same names."""
 

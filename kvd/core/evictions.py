@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from enum import Enum, auto
 from math import ceil
+from typing import Final
 
 from kvd.core import columns as col
 from kvd.core.actions import AssignSlab
@@ -20,17 +21,19 @@ from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.reclass import Reclass
 from kvd.core.shares import NOBODY
 from kvd.core.store import TOUCH_SLICE, Store
+from kvd.native import plain_members
 
-_SKIPS = 64  # candidates that are passed over at a time, and then put behind the others
-_DESCENT = 8192  # steps down one hole's subtree at a time
-_FEW = 64
-_SWEEP = 256
-_SCAN = 1024  # rows looked at where a policy does not know all
-_CROWD = 32  # slots of a class, fewer of which are not kept for anybody
-_WAITS = 8  # times that one slot waits for slabs to be emptied
+_SKIPS: Final = 64  # candidates that are passed over at a time, and then put behind the others
+_DESCENT: Final = 8192  # steps down one hole's subtree at a time
+_FEW: Final = 64
+_SWEEP: Final = 256
+_SCAN: Final = 1024  # rows looked at where a policy does not know all
+_CROWD: Final = 32  # slots of a class, fewer of which are not kept for anybody
+_WAITS: Final = 8  # times that one slot waits for slabs to be emptied
 NO_ROOM, OVER_MAXIMUM = -1, -2  # what `slot` answers instead of a record
 
 
+@plain_members
 class Found(Enum):
     DONE = auto()  # something was evicted
     AGAIN = auto()  # not all candidates were looked at yet

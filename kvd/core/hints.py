@@ -9,7 +9,7 @@ over all tenants. A command of an operator goes over all of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 Rows = NDArray[np.int64]
 
-_GRACE = 4  # a chunk that is expected is spared a quarter longer
-_GRACE_LEAST_NS = 5_000_000_000
+_GRACE: Final = 4  # a chunk that is expected is spared a quarter longer
+_GRACE_LEAST_NS: Final = 5_000_000_000
 # A session that is said to be over is believed when nobody has come back to it for an eighth of the
 # time that chunks stay: a wrong hint is found out by then, mostly, and a right one loses little.
-PATIENCE = 8
-_MOST_WAITING = 1 << 18  # chunks; those beyond are believed at once
-_PART = 128  # keys in one go
-_SHARED = -2  # in place of a row: nothing further up is the session's own
+PATIENCE: Final = 8
+_MOST_WAITING: Final = 1 << 18  # chunks; those beyond are believed at once
+_PART: Final = 128  # keys in one go
+_SHARED: Final = -2  # in place of a row: nothing further up is the session's own
 LOW, NORMAL, HIGH = 0, 1, 2
 
 

@@ -11,6 +11,7 @@ are looked up at once. Where an entry goes depends on `seed`, so nobody can choo
 from __future__ import annotations
 
 from struct import Struct
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +20,13 @@ from kvd.core.columns import NONE, Chunks
 
 Rows = NDArray[np.int64]
 
-_WORDS = Struct("<4Q")
-_MASK = (1 << 64) - 1
-_GONE = -1  # an entry of the old table that was removed
-_SMALL = 1 << 12  # slots of a new table
-_FULL = 4  # slots an entry, at least
-_STEP = 64  # slots of the old table that a change looks at
-_FEW = 4  # keys that are looked up one by one
+_WORDS: Final = Struct("<4Q")
+_MASK: Final = (1 << 64) - 1
+_GONE: Final = -1  # an entry of the old table that was removed
+_SMALL: Final = 1 << 12  # slots of a new table
+_FULL: Final = 4  # slots an entry, at least
+_STEP: Final = 64  # slots of the old table that a change looks at
+_FEW: Final = 4  # keys that are looked up one by one
 
 
 class Index:

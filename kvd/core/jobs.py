@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator
 from enum import Enum, auto
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from kvd.core.store import Store
+from kvd.native import plain_members
 
-SLICE_UNITS = 32
+SLICE_UNITS: Final = 32
 
 
+@plain_members
 class Pause(Enum):
     """Why a job gives way."""
 

@@ -11,7 +11,7 @@ nothing but counters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,9 @@ Rows = NDArray[np.int64]
 
 # plain integers: an IntFlag costs a microsecond each time
 _LEASE, _EVERY = int(LookupFlag.LEASE), int(LookupFlag.EVERY)
-_OK = bytes([Outcome.OK])
-_SKIPPED = bytes([Outcome.SKIPPED])
-_OUTCOME = {"mismatch": Outcome.MISMATCH, "partial": Outcome.PARTIAL}
+_OK: Final = bytes([Outcome.OK])
+_SKIPPED: Final = bytes([Outcome.SKIPPED])
+_OUTCOME: Final = {"mismatch": Outcome.MISMATCH, "partial": Outcome.PARTIAL}
 
 
 class Lease:

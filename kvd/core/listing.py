@@ -7,7 +7,7 @@ visited leaves first.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,9 +25,9 @@ from kvd.core.store import Store
 from kvd.core.writes import Writes
 from kvd.errors import BadKey
 
-LEVELS = ("namespaces", "specs", "prefixes", "chunks")
+LEVELS: Final = ("namespaces", "specs", "prefixes", "chunks")
 
-_ROWS = 64  # rows made, or chunks removed, in one call
+_ROWS: Final = 64  # rows made, or chunks removed, in one call
 
 
 class Listing:

@@ -6,6 +6,8 @@ is decided here, what there is in the modules behind.
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.answers import Answers
@@ -24,9 +26,9 @@ from kvd.errors import BadKey, KvdError, ProtocolError, UnknownHandle
 
 # plain integers: arithmetic with enum members costs a microsecond on the hot path
 _LEASE, _LOAD = int(ev.LookupFlag.LEASE), int(ev.LookupFlag.LOAD)
-_EVERY = int(ev.LookupFlag.EVERY)
-_RESERVE_MISSES = int(ev.LookupFlag.RESERVE_MISSES)
-_PUBLIC = int(ev.LookupFlag.PUBLIC)
+_EVERY: Final = int(ev.LookupFlag.EVERY)
+_RESERVE_MISSES: Final = int(ev.LookupFlag.RESERVE_MISSES)
+_PUBLIC: Final = int(ev.LookupFlag.PUBLIC)
 
 
 class Loads:

@@ -8,7 +8,7 @@ is *active* and pinned, so it can't go, here or there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from kvd.core.spaces import Space
     from kvd.core.store import Store
 
-ABSENT = 0
-READY = 1
-_NO_ID = bytes(16)
+ABSENT: Final = 0
+READY: Final = 1
+_NO_ID: Final = bytes(16)
 
 
 class Lower:
@@ -80,7 +80,7 @@ class TierJob:
         self.late = False
 
 
-GRACE_NS = 250_000_000  # a tier is given this beyond a deadline to say so itself
+GRACE_NS: Final = 250_000_000  # a tier is given this beyond a deadline to say so itself
 
 
 class Ladder:

@@ -8,7 +8,7 @@ what the others leave. It is let go when its time is over, or with the lease of 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvd.chunk import Outcome
 from kvd.core import columns as col
@@ -19,9 +19,9 @@ from kvd.core.sessions import Session
 from kvd.core.spaces import Space
 from kvd.core.store import Store
 
-_RECLAIM = 32  # chunks looked at for one that needs room
+_RECLAIM: Final = 32  # chunks looked at for one that needs room
 
-_LABEL = {
+_LABEL: Final = {
     Outcome.NO_SPACE: "no_space",
     Outcome.MISS: "missed",
     Outcome.SKIPPED: "skipped",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -24,11 +24,11 @@ from kvd.core.shares import NOBODY as NO_TENANT
 from kvd.core.slabs import DETACHED, NOBODY
 from kvd.core.store import Store
 
-_SLABS = 32  # looked at for one decision
-_SAMPLE = 16  # slots looked at in each
-_DEPTH = 512  # candidates looked at to see how cold a class is
-_TRIES = 4
-_DEAR = 1e6  # value, in the units of the policy, of what may not be evicted
+_SLABS: Final = 32  # looked at for one decision
+_SAMPLE: Final = 16  # slots looked at in each
+_DEPTH: Final = 512  # candidates looked at to see how cold a class is
+_TRIES: Final = 4
+_DEAR: Final = 1e6  # value, in the units of the policy, of what may not be evicted
 
 
 class Attempt(NamedTuple):

@@ -7,7 +7,7 @@ parts, so that telling it stops nobody; bounded. What does not hold is a cold po
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from kvd.core.advice import Advice
     from kvd.core.store import Store
 
-_PART = 2048  # rows looked at for one part
-_GHOSTS = 2048
-MOST_CHUNKS = 1 << 20  # of a tier
+_PART: Final = 2048  # rows looked at for one part
+_GHOSTS: Final = 2048
+MOST_CHUNKS: Final = 1 << 20  # of a tier
 
 Part = dict[str, Any]  # plain values, as msgpack knows them
 

@@ -8,7 +8,7 @@ asked for. A digest is compared when the chunk is read.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,8 @@ from kvd.core.lower import READY, Lower
 from kvd.core.spaces import Space
 from kvd.core.store import Store
 
-_SLICE = 128  # records taken up in one event, once the daemon serves
-_STRIDE = 8192
+_SLICE: Final = 128  # records taken up in one event, once the daemon serves
+_STRIDE: Final = 8192
 
 Rows = NDArray[np.int64]
 

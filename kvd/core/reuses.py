@@ -9,7 +9,7 @@ of late, `TENANTS` at most. Capacities are in bytes of slots, as limits are.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,17 +18,19 @@ from kvd.core.config import SECOND_NS, CoreConfig
 from kvd.core.spaces import Space
 from kvd.eviction.distances import SAMPLES, Distances
 
-TENANTS = 32
-SLICE = 64  # keys looked at in one slice: a lookup that comes meanwhile waits for it
-HALF_LIFE_S = 6 * 3600.0
-_TENANT_SAMPLES = 2048
-_RATE = 0.25  # of all keys, followed at first: a request of many must not cost much at the start
-_REACH = 4  # distances are followed up to so many times all that the tiers hold
-_WORTH = 64  # keys that are looked at together, if no more come
-_NOTED = 1 << 16  # keys that may wait to be looked at
+TENANTS: Final = 32
+SLICE: Final = 64  # keys looked at in one slice: a lookup that comes meanwhile waits for it
+HALF_LIFE_S: Final = 6 * 3600.0
+_TENANT_SAMPLES: Final = 2048
+_RATE: Final = (
+    0.25  # of all keys, followed at first: a request of many must not cost much at the start
+)
+_REACH: Final = 4  # distances are followed up to so many times all that the tiers hold
+_WORTH: Final = 64  # keys that are looked at together, if no more come
+_NOTED: Final = 1 << 16  # keys that may wait to be looked at
 _POINTS, _TENANT_POINTS = 48, 24
-_ODD = np.uint64(0x9E3779B97F4A7C15)
-_MASK = (1 << 64) - 1
+_ODD: Final = np.uint64(0x9E3779B97F4A7C15)
+_MASK: Final = (1 << 64) - 1
 
 
 class Note(NamedTuple):

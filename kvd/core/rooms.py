@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 
@@ -25,13 +26,13 @@ from kvd.core.lower import READY, Lower, TierJob
 from kvd.core.shares import NOBODY
 from kvd.core.store import Store
 
-_BATCH = 32  # chunks deleted at a time, at most
-_PART = 50  # of a tier's chunks: a fiftieth is deleted at a time
-_SKIPS = 64
-_SCAN = 1024  # rows looked at where a policy does not know all
-_STRIDE = 1 << 16
-_KIDS = 64  # looked at
-_AHEAD = 8  # payloads, of a tier that is not the last
+_BATCH: Final = 32  # chunks deleted at a time, at most
+_PART: Final = 50  # of a tier's chunks: a fiftieth is deleted at a time
+_SKIPS: Final = 64
+_SCAN: Final = 1024  # rows looked at where a policy does not know all
+_STRIDE: Final = 1 << 16
+_KIDS: Final = 64  # looked at
+_AHEAD: Final = 8  # payloads, of a tier that is not the last
 
 
 class Rooms:

@@ -8,6 +8,7 @@ one number that means the same after a restart. What does not hold is forgotten,
 from __future__ import annotations
 
 from collections import deque
+from typing import Final
 
 import numpy as np
 
@@ -19,10 +20,10 @@ from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.lower import READY, Lower, TierJob
 from kvd.core.store import Store
 
-PARTS = 1 << 12
-_STRIDE = 1 << 16
-_ON_DEMAND = 256 << 20  # bytes a second of a pass that an operator asked for
-_IDLE_NS = SECOND_NS
+PARTS: Final = 1 << 12
+_STRIDE: Final = 1 << 16
+_ON_DEMAND: Final = 256 << 20  # bytes a second of a pass that an operator asked for
+_IDLE_NS: Final = SECOND_NS
 
 
 class Scrub:

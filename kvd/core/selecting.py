@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +22,14 @@ from kvd.core.spaces import Space
 from kvd.core.store import Store
 from kvd.errors import BadKey, LimitExceeded
 
-TIER = "dram"
-STATES = ("writing", "unsealed", "sealed", "quarantined")
-VISIT = 512  # rows looked at one by one in one call
-WALK = 1 << 62  # cursors of walks begin here, others are row numbers
+TIER: Final = "dram"
+STATES: Final = ("writing", "unsealed", "sealed", "quarantined")
+VISIT: Final = 512  # rows looked at one by one in one call
+WALK: Final = 1 << 62  # cursors of walks begin here, others are row numbers
 
-_SCAN = 16384  # rows looked at all at once in one call
-_KEYS = 4096
-_WALKS = 256  # walks that are remembered
+_SCAN: Final = 16384  # rows looked at all at once in one call
+_KEYS: Final = 4096
+_WALKS: Final = 256  # walks that are remembered
 
 
 class Walk:

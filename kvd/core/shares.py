@@ -10,12 +10,12 @@ each tenant once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-NOBODY = 0  # the tenant of slots that belong to none: of an earlier life, or on their way
-PUBLIC = "public"  # the namespace that all may read
-MAX_TENANTS = 1 << 16  # a slot has 16 bits for its tenant
-UNBOUNDED = 1 << 62
+NOBODY: Final = 0  # the tenant of slots that belong to none: of an earlier life, or on their way
+PUBLIC: Final = "public"  # the namespace that all may read
+MAX_TENANTS: Final = 1 << 16  # a slot has 16 bits for its tenant
+UNBOUNDED: Final = 1 << 62
 
 
 class Amount(NamedTuple):
@@ -45,8 +45,8 @@ class TenantRules(NamedTuple):
     inflight: int = 0  # slot bytes of unfinished writes at a time; 0: not bounded
 
 
-_NO_RULES = TenantRules()
-_DEFAULT = TierShare()
+_NO_RULES: Final = TenantRules()
+_DEFAULT: Final = TierShare()
 
 
 class TierUse:

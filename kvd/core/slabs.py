@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from heapq import heappop, heappush
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +20,8 @@ from kvd.core.config import CoreConfig
 from kvd.core.shares import NOBODY as NO_TENANT
 from kvd.core.shares import Shares
 
-NOBODY = -1  # the slot is free
-DETACHED = -2  # taken, but by no cell
+NOBODY: Final = -1  # the slot is free
+DETACHED: Final = -2  # taken, but by no cell
 
 
 class Slabs:

@@ -8,6 +8,7 @@ which models another one runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from kvd.chunk import Kind, KVSpec, namespace_digest
 from kvd.core.columns import NONE
@@ -16,7 +17,7 @@ from kvd.core.index import Index, Rows
 from kvd.core.shares import Shares
 from kvd.errors import LimitExceeded
 
-MAX_SPACES = (1 << 16) - 1  # a row has 16 bits for the number of its space
+MAX_SPACES: Final = (1 << 16) - 1  # a row has 16 bits for the number of its space
 
 
 class Space:

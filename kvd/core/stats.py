@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvd.core.counters import Counts, add, of_tenant, total
 from kvd.core.leases import Leases
@@ -22,7 +22,7 @@ from kvd.telemetry.tenants import OTHER, told_apart
 
 __all__ = ["Reading", "known", "read", "rows", "shown", "work_out"]
 
-_SUMS = attrgetter(*Sums._fields)  # of a space: they are called the same there
+_SUMS: Final = attrgetter(*Sums._fields)  # of a space: they are called the same there
 
 
 class Reading(NamedTuple):

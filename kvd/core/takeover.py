@@ -6,6 +6,8 @@ each where its last use belongs.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from kvd.core.advice import Advice
@@ -14,7 +16,7 @@ from kvd.core.lower import Lower
 from kvd.core.store import Store
 from kvd.eviction.recency import Recency
 
-_SLICE = 256  # rows looked at in one go
+_SLICE: Final = 256  # rows looked at in one go
 
 
 def take_over(store: Store, advice: Advice, lower: Lower | None) -> Work[None]:

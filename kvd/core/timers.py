@@ -7,9 +7,9 @@ takes the entry out at once, so that a busy hour of short leases leaves nothing 
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-_SHIFT = 24  # a bucket is 16.8 ms
+_SHIFT: Final = 24  # a bucket is 16.8 ms
 
 
 class Due(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,8 @@ from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.leases import Lease
 from kvd.core.store import Store
 
-_AT_ONCE = 8  # shards asked for from below in the event that loads them
-_LABEL = {
+_AT_ONCE: Final = 8  # shards asked for from below in the event that loads them
+_LABEL: Final = {
     Outcome.OK: "ok",
     Outcome.MISS: "miss",
     Outcome.CORRUPT: "corrupt",

@@ -11,12 +11,15 @@ from bisect import bisect_right
 from enum import Enum
 from typing import NamedTuple
 
+from kvd.native import plain_members
+
 __all__ = ["IdSet", "ReplyCache", "Seen", "Taken"]
 
 MAX_GAPS = 4096  # ids that were passed over; a client's ids increase by one
 MAX_BYTES = 4 << 20  # of kept replies, a session
 
 
+@plain_members
 class Seen(Enum):
     """What a request id is to us."""
 

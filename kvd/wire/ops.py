@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from enum import IntEnum, IntFlag
 
+from kvd.native import plain_members
 
+
+@plain_members
 class Op(IntEnum):
     """Byte 6 of the header; a reply repeats the number of its request."""
 
@@ -35,6 +38,7 @@ class Op(IntEnum):
     TENANT = 22  # from 1.4
 
 
+@plain_members
 class FrameFlag(IntFlag):
     """Byte 7 of the header."""
 
@@ -44,6 +48,7 @@ class FrameFlag(IntFlag):
     RELATIVE = 4  # `deadline` is milliseconds from arrival (tcp), not a time of the daemon's clock
 
 
+@plain_members
 class LookupFlag(IntFlag):
     """What a lookup does besides answering; the same bits as the core's."""
 
