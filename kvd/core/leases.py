@@ -227,7 +227,7 @@ class Leases:
             missed = self._miss(space, shards, [row], 0, fingerprint)
             return Looked(bytes([missed]), 0, None)
         tiers = b""
-        if store.layered:
+        if store.layered and chunks.ready[row] < space.shards:
             tiers = self._tiers(space, shards, np.array([row]), np.arange(1), 1)
         lease = None
         if flags & _LEASE:
@@ -289,18 +289,17 @@ class Leases:
         """Where hits lie, one byte a key; empty if all are in DRAM."""
         store, chunks = self._store, self._store.chunks
         rows = ids[hits]
-        below = np.flatnonzero(chunks.np_ready[rows] < space.shards)
-        if not len(below):
+        if (chunks.np_ready[rows] == space.shards).all():
+            return b""
+        cells = chunks.np_cell[rows].astype(np.int64)[:, None] + np.array(shards, np.int64)
+        numbers = store.ladder.sources(cells) + 1
+        numbers[store.cells.np_state[cells] == col.READY] = 0
+        lowest = numbers.max(axis=1)
+        if not lowest.any():
             return b""
         tiers = np.zeros(asked, np.uint8)
-        for n in below.tolist():
-            first = chunks.cell[int(rows[n])]
-            for shard in shards:
-                if store.cells.state[first + shard] != col.READY:
-                    lower = store.ladder.source(first + shard)
-                    if lower is not None:
-                        tiers[hits[n]] = max(int(tiers[hits[n]]), lower.number + 1)
-        return tiers.tobytes() if tiers.any() else b""
+        tiers[hits] = lowest
+        return tiers.tobytes()
 
     def _why(
         self, space: Space, shards: tuple[int, ...], row: int, fingerprint: bytes | None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvd.chunk import ChunkHeader, State
 from kvd.core import columns as col
@@ -115,6 +116,14 @@ class Ladder:
             if lower.state[cell] == READY and lower.readable and not lower.bit & tried:
                 return lower
         return None
+
+    def sources(self, cells: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The same of many shards: numbers of tiers, NONE for what is in none."""
+        found: NDArray[np.int64] = np.full(cells.shape, NONE, np.int64)
+        for lower in reversed(self.lowers):
+            if lower.readable:
+                found[lower.np_state[cells] == READY] = lower.number
+        return found
 
     def reachable(self, cell: int) -> bool:
         """Whether a shard can be delivered: from DRAM, or from below into a slot."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvd.chunk import REF_DTYPE, Outcome
 from kvd.core import columns as col
 from kvd.core.actions import LoadResult, Reply, Verify, WaitResult
+from kvd.core.columns import NONE
 from kvd.core.fetch import Batch
 from kvd.core.fetches import Fetches
 from kvd.core.jobs import Jobs, Pause, Work, spent
@@ -25,7 +26,12 @@ from kvd.core.leases import Lease
 from kvd.core.store import Store
 
 _AT_ONCE: Final = 8  # shards asked for from below in the event that loads them
-_LABEL: Final = {
+# plain integers: each look at an enum's member costs
+_OK: Final = int(Outcome.OK)
+_FAILED: Final = int(Outcome.FAILED)
+_MISS: Final = int(Outcome.MISS)
+_CORRUPT: Final = int(Outcome.CORRUPT)
+_LABEL: Final[dict[int, str]] = {
     Outcome.OK: "ok",
     Outcome.MISS: "miss",
     Outcome.CORRUPT: "corrupt",
@@ -96,16 +102,15 @@ class Transfers:
         ready = state == col.READY
         blocked = ready & (cells.np_marks[which] & col.UNVERIFIED != 0)
         ok = ready & ~blocked
-        outcomes = np.full(which.size, Outcome.MISS, np.uint8)
-        outcomes[state == col.BAD] = Outcome.CORRUPT
-        outcomes[ok] = Outcome.OK
-        outcomes[blocked] = Outcome.FAILED
+        outcomes = np.full(which.size, _MISS, np.uint8)
+        outcomes[state == col.BAD] = _CORRUPT
+        outcomes[ok] = _OK
+        outcomes[blocked] = _FAILED
         below = np.zeros(0, np.int64)
         if store.layered:
             below = np.flatnonzero(state == col.ABSENT)
-            source = store.ladder.source
-            below = below[[source(int(cell)) is not None for cell in which[below]]]
-            outcomes[below] = Outcome.FAILED
+            below = below[store.ladder.sources(which[below]) != NONE]
+            outcomes[below] = _FAILED
         refs = self.refs(which[ok])
         self._count(lease, where, outcomes.reshape(len(where), -1))
         self._count_shards(lease, outcomes, refs)
@@ -113,7 +118,7 @@ class Transfers:
             return LoadResult(0, outcomes.tobytes(), refs.tobytes(), True)
         transfer = Transfer(store.handle(), lease, where, which)
         transfer.outcomes[:] = outcomes.tobytes()
-        transfer.order = np.flatnonzero(outcomes != Outcome.FAILED).tolist()
+        transfer.order = np.flatnonzero(outcomes != _FAILED).tolist()
         self.by_number[transfer.number] = transfer
         lease.transfers.append(transfer.number)
         for result in np.flatnonzero(blocked).tolist():
@@ -162,13 +167,22 @@ class Transfers:
             refs["length"] = np.array(space.nbytes)[cells - store.chunks.np_cell[rows]]
         return refs
 
+    def _nbytes(self, cell: int) -> int:
+        """Of a shard's payload."""
+        store = self._store
+        row = store.cells.chunk[cell]
+        space = store.spaces.of(store.chunks.space[row])
+        return space.nbytes[cell - store.chunks.cell[row]]
+
     def _count(self, lease: Lease, items: NDArray[np.int64], outcomes: NDArray[np.uint8]) -> None:
         """Count chunks whose first load is known in full. `outcomes`: [items, shards]."""
         if lease.loaded is None:
             lease.loaded = np.zeros(len(lease.rows), bool)
-        known = (outcomes != Outcome.FAILED).all(axis=1)
+        known = (outcomes != _FAILED).all(axis=1)
+        if not known.any():
+            return
         fresh = known & ~lease.loaded[items]
-        good = fresh & (outcomes == Outcome.OK).all(axis=1)
+        good = fresh & (outcomes == _OK).all(axis=1)
         before = int(np.count_nonzero(lease.loaded))
         lease.loaded[items[fresh]] = True
         delivered = np.zeros(len(lease.rows), bool)
@@ -179,12 +193,24 @@ class Transfers:
         counts["chunks_delivered", ""] += ok
         counts["chunks_failed", ""] += ended - ok
 
+    def _count_one(self, lease: Lease, item: int, outcomes: bytearray) -> None:
+        """The same of one item, without arrays: each shard that comes from below is one."""
+        loaded = lease.loaded
+        assert loaded is not None
+        if _FAILED in outcomes or loaded[item]:
+            return
+        loaded[item] = True
+        good = outcomes.count(_OK) == len(outcomes)
+        counts = self._store.counters.tenant(lease.namespace)
+        counts["chunks_delivered" if good else "chunks_failed", ""] += 1
+
     def _count_shards(
         self, lease: Lease, outcomes: NDArray[np.uint8], refs: NDArray[np.void]
     ) -> None:
         counts = self._store.counters.tenant(lease.namespace)
-        for outcome, label in _LABEL.items():
-            counts["shards_loaded", label] += int(np.count_nonzero(outcomes == outcome))
+        for outcome, count in enumerate(np.bincount(outcomes).tolist()):
+            if count and outcome in _LABEL:
+                counts["shards_loaded", _LABEL[outcome]] += count
         counts["bytes_loaded", ""] += int(refs["length"].sum())
 
     # -- verification ---------------------------------------------------------------------------
@@ -198,11 +224,8 @@ class Transfers:
             waiting.append((transfer, result))
             return
         self._verifying[key] = [(transfer, result)]
-        row = cells.chunk[cell]
-        space = store.spaces.of(store.chunks.space[row])
-        nbytes = space.nbytes[cell - store.chunks.cell[row]]
         offset = store.slabs.offset(key[0])
-        self._queue.append(Verify(*key, offset, nbytes, cells.digest_of(cell)))
+        self._queue.append(Verify(*key, offset, self._nbytes(cell), cells.digest_of(cell)))
 
     def pump(self) -> None:
         """Keep the workers busy with what waits to be verified."""
@@ -243,15 +266,15 @@ class Transfers:
     def _known(self, transfer: Transfer, result: int, outcome: Outcome) -> None:
         transfer.outcomes[result] = outcome
         transfer.order.append(result)
-        item = result // transfer.width
-        shards = transfer.outcomes[item * transfer.width : (item + 1) * transfer.width]
-        self._count(
-            transfer.lease,
-            transfer.items[item : item + 1],
-            np.frombuffer(shards, np.uint8).reshape(1, -1),
-        )
-        cells = transfer.cells[result : result + 1] if outcome is Outcome.OK else transfer.cells[:0]
-        self._count_shards(transfer.lease, np.array([outcome], np.uint8), self.refs(cells))
+        lease, width = transfer.lease, transfer.width
+        first = result // width * width
+        shards = transfer.outcomes[first : first + width]
+        self._count_one(lease, int(transfer.items[result // width]), shards)
+        counts = self._store.counters.tenant(lease.namespace)
+        if outcome in _LABEL:
+            counts["shards_loaded", _LABEL[outcome]] += 1
+        if outcome is Outcome.OK:
+            counts["bytes_loaded", ""] += self._nbytes(int(transfer.cells[result]))
         self._answer(transfer)
 
     # -- wait -----------------------------------------------------------------------------------
