@@ -18,7 +18,7 @@ import numpy as np
 
 from kvd.chunk import ChunkHeader, HeaderFlag, Outcome, State, namespace_digest
 from kvd.core import columns as col
-from kvd.core.actions import TierDelete, TierRead
+from kvd.core.actions import Reply, TierDelete, TierRead
 from kvd.core.events import TierAnswer
 from kvd.core.evictions import Evictions
 from kvd.core.fetch import Batch, Fetch
@@ -39,6 +39,11 @@ _PATIENCE_NS: Final = 5_000_000, 200_000_000  # between two looks for room for w
 _OUTCOMES: Final = {TierAnswer.TIMEOUT: Outcome.DEADLINE, TierAnswer.CORRUPT: Outcome.CORRUPT}
 
 
+def _again() -> Work[None]:
+    """Nothing: what is due is begun with the slice that runs this."""
+    yield from ()
+
+
 class Fetches:
     """All reads from below."""
 
@@ -54,6 +59,7 @@ class Fetches:
         self._reading_ahead = [0] * len(self._queues)
         self._no_room_until = 0  # for what is read ahead
         self._no_room_ns = _PATIENCE_NS[0]
+        self._telling = False  # the answer of the event under way goes out before more is read
 
     @property
     def queued(self) -> int:
@@ -125,6 +131,10 @@ class Fetches:
 
     def pump(self) -> None:
         """Keep the tiers busy."""
+        if self._telling:
+            self._telling = False
+            self._jobs.later(_again())
+            return
         trios = zip(self._store.ladder.lowers, self._queues, self._ahead, strict=True)
         for lower, queue, ahead in trios:
             if not lower.readable:
@@ -266,6 +276,7 @@ class Fetches:
         fetch = job.owner
         assert isinstance(fetch, Fetch)
         lower, cell, row = job.lower, job.cell, job.row
+        first = not fetch.batch.landed
         fetch.batch.landed = True
         self._reading_ahead[lower.number] -= fetch.beside
         fetch.beside = False
@@ -286,6 +297,9 @@ class Fetches:
             self._give_slot(fetch)
         ladder.release(row)
         self._jobs.wake(Pause.DEMOTION)
+        # Whoever has waited for a load's first shard hears of it before others are begun: they cost
+        # this event, and then the processors that the answer needs on its way.
+        self._telling = first and any(isinstance(action, Reply) for action in store.out)
 
     def late(self, job: TierJob) -> None:
         """A read did not come back in time. Its slot stays the tier's until it does."""
