@@ -323,6 +323,11 @@ class Tier(ABC):
         carried out together. Never raises, whatever the tier's state."""
 
     @abstractmethod
+    def give_way(self, within_s: float) -> None:
+        """Let a load that was submitted be begun, if somebody is free to: the caller waits for it,
+        and no longer than `within_s`. A hint, for one that has to begin at once."""
+
+    @abstractmethod
     def set_weight(self, tenant: bytes, weight: float) -> None:
         """A tenant's share of the tier's bandwidth, against the others that want some; 1 until it
         is set. `tenant`: the digest of its namespace. Pre: weight > 0."""

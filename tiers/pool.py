@@ -115,6 +115,8 @@ class PooledTier(Tier):
         self._opening = threading.Lock()
         self._waking = Waking(self._lock)
         self._watch = threading.Condition(self._lock)
+        self._taken = threading.Condition(self._lock)
+        self._giving_way = False  # somebody waits until a worker has taken a job
         self._waiting = Waiting(backend.delete_batch)
         self._heals: deque[_Heal] = deque()
         self._workers: list[_Worker] = []
@@ -222,6 +224,16 @@ class PooledTier(Tier):
         for job in refused:
             self._complete(job, Answer.OFF, detail=self._why_off(type(job)))
 
+    def give_way(self, within_s: float) -> None:
+        """Python's interpreter is one thread's at a time: a worker that was woken would get it when
+        the caller waits next, or after milliseconds. It takes the job and keeps the interpreter
+        until it is in the medium."""
+        with self._lock:
+            if self._waiting.loads and any(worker.task is None for worker in self._workers):
+                self._giving_way = True
+                self._taken.wait(within_s)
+                self._giving_way = False
+
     def set_weight(self, tenant: bytes, weight: float) -> None:
         with self._lock:
             self._waiting.set_weight(tenant, weight)
@@ -275,6 +287,9 @@ class PooledTier(Tier):
                 worker.task = task
                 self.meter.begin(worker.since)
                 self._wake()
+                if self._giving_way:
+                    self._giving_way = False
+                    self._taken.notify()
             try:
                 if isinstance(task, _Heal):
                     self._heal(task)

@@ -1,8 +1,8 @@
 """The front of the core: one event in, a list of actions out.
 
-The law of this module: state changes only in `handle`, `grow` and `adopt`; the same events at the
-same times give the same actions. Every request is answered exactly once, at once or later; one
-that can't be carried out is answered with a typed error and has no effect.
+The law of this module: state changes only in `handle`, `forerun`, `grow` and `adopt`; the same
+events at the same times give the same actions. Every request is answered exactly once, at once or
+later; one that can't be carried out is answered with a typed error and has no effect.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ class Core:
             self._reserves,
             self._prefetches,
             self._reuses,
+            self._fetches,
         )
         self._tiers = TierEvents(
             self._store,
@@ -197,6 +198,19 @@ class Core:
                 self._answers.give_up(event, error)
             fault = CoreFault(event, store.out)
             fault.__cause__ = error  # a compiled `raise` forgets its `from`
+            raise fault from error
+        return store.out
+
+    def forerun(self, event: ev.Lookup, now: int) -> list[ac.Action]:
+        """What can be begun of a lookup that loads before it is carried out: the read of its first
+        chunk, if that lies below. Many keys take longer to look up than a read takes to be on its
+        way. Pre: `handle` is given the lookup next. CoreFault as of `handle`."""
+        store = self._begin(now)
+        try:
+            self._loads.forerun(event)
+        except Exception as error:
+            fault = CoreFault(event, store.out)
+            fault.__cause__ = error
             raise fault from error
         return store.out
 

@@ -1,7 +1,8 @@
 """One shard on its way up from a tier below.
 
 The law of this module: a fetch is wanted while a transfer that was not cancelled waits for it, or
-its time to be read ahead is not over; nobody else may hold a slot for it.
+its time to be read ahead is not over, or the lookup that will load it is being carried out; nobody
+else may hold a slot for it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Fetch:
     """One shard on its way up."""
 
     __slots__ = (
-        "ahead", "batch", "beside", "cell", "lower", "record", "row", "tenant", "ticket",
+        "ahead", "batch", "beside", "cell", "early", "lower", "record", "row", "tenant", "ticket",
         "transient", "tried", "waiting",
     )  # fmt: skip
 
@@ -44,8 +45,11 @@ class Fetch:
         self.transient = 0  # bytes counted for it
         self.waiting: list[tuple[Transfer, int]] = []
         self.ahead = 0  # when it is of no use any more, ns; 0: it is not read ahead
+        self.early = 0  # when the lookup that will load it came, ns, until it does; else 0
         self.beside = False  # its read under way counts among those that nobody waited for
         self.ticket: Ticket[Fetch] | None = None
 
     def wanted(self, now: int) -> bool:
-        return self.ahead > now or any(not transfer.cancelled for transfer, _ in self.waiting)
+        if self.ahead > now or (self.early and self.early == now):
+            return True
+        return any(not transfer.cancelled for transfer, _ in self.waiting)

@@ -90,7 +90,27 @@ class Fetches:
             if fetch.ticket is not None and self._ahead[fetch.lower.number].remove(fetch.ticket):
                 fetch.batch = batch
                 self._queue(fetch)
+        fetch.early = 0
         fetch.waiting.append((transfer, result))
+
+    def want_early(self, cell: int, tenant: str) -> None:
+        """Begin to read the first shard of what a lookup, which is carried out next, will load. If
+        it does not, nobody holds what comes. Pre: `reachable`, not in DRAM, not on its way."""
+        store = self._store
+        lower = store.ladder.source(cell)
+        assert lower is not None
+        row = store.cells.chunk[cell]
+        fetch = self.by_cell[cell] = Fetch(cell, row, lower, Batch(), tenant)
+        fetch.early = store.now
+        store.ladder.hold(row)
+        self._queue(fetch)
+        self.pump()
+
+    def batch_of(self, cell: int) -> Batch:
+        """For a load whose first shard from below this is: its own, unless that one was begun
+        before."""
+        fetch = self.by_cell.get(cell)
+        return fetch.batch if fetch is not None and fetch.early else Batch()
 
     def want_ahead(self, cell: int, tenant: str, until: int) -> None:
         """Read a shard up if that disturbs nobody, before `until`. Pre: `reachable`, and not in
@@ -207,7 +227,8 @@ class Fetches:
         store, chunks = self._store, self._store.chunks
         row = fetch.row
         size = self._size(fetch)
-        stays = chunks.warm[row] > 1 or (chunks.ready[row] and row not in store.transients)
+        hits = chunks.warm[row] + (fetch.early > 0)  # with the lookup that comes
+        stays = hits > 1 or (chunks.ready[row] and row not in store.transients)
         if not stays and store.transient_bytes + size <= store.config.transient_cap:
             fetch.transient = size
             store.transient_bytes += size

@@ -156,6 +156,29 @@ class Leases:
             public.hits += borrowed
         return Looked(outcomes, leading, lease, tiers)
 
+    def first(
+        self,
+        session: Session,
+        space: Space,
+        shards: tuple[int, ...],
+        hashes: bytes,
+        fingerprints: bytes | None,
+    ) -> int:
+        """The cell of the first shard of the first key, if a lookup of these keys will lease it and
+        it has to be read from below; else NONE. Changes nothing."""
+        store, chunks = self._store, self._store.chunks
+        row = space.get(hashes[:32])
+        if row == NONE or not chunks.below[row] or not self._ready(space, shards, row):
+            return NONE
+        cell: int = chunks.cell[row] + shards[0]
+        if store.cells.state[cell] != col.ABSENT or (space.chained and store.orphan(row)):
+            return NONE
+        if fingerprints is not None and chunks.print[16 * row : 16 * row + 16] != fingerprints[:16]:
+            return NONE
+        held = session.pins is not None and session.pins[row] > 0
+        left = store.config.lease_cap - session.lease_bytes
+        return cell if held or left >= space.chunk_slot_bytes else NONE
+
     def unknown(self, space: Space, hashes: bytes) -> list[bytes]:
         """Keys that no tier has anything of, and that nobody writes now."""
         chunks = self._store.chunks

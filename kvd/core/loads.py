@@ -12,6 +12,7 @@ from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.answers import Answers
 from kvd.core.checks import Checks
+from kvd.core.fetches import Fetches
 from kvd.core.jobs import Work
 from kvd.core.leases import Lease, Leases, Unknown
 from kvd.core.prefetches import Prefetches
@@ -29,6 +30,7 @@ _LEASE, _LOAD = int(ev.LookupFlag.LEASE), int(ev.LookupFlag.LOAD)
 _EVERY: Final = int(ev.LookupFlag.EVERY)
 _RESERVE_MISSES: Final = int(ev.LookupFlag.RESERVE_MISSES)
 _PUBLIC: Final = int(ev.LookupFlag.PUBLIC)
+_LOADS: Final = int(ev.LookupFlag.LEASE | ev.LookupFlag.LOAD)
 
 
 class Loads:
@@ -44,6 +46,7 @@ class Loads:
         reserves: Reserves,
         prefetches: Prefetches,
         reuses: Reuses,
+        fetches: Fetches,
     ) -> None:
         self._store = store
         self._answers = answers
@@ -53,6 +56,7 @@ class Loads:
         self._reserves = reserves
         self._prefetches = prefetches
         self._reuses = reuses
+        self._fetches = fetches
 
     def unknown(self, event: ev.Lookup, tier: int) -> Unknown | None:
         """Which keys of a lookup nobody here knows anything of, so that somebody else can be asked
@@ -69,6 +73,22 @@ class Loads:
         hashes = self._leases.unknown(space, event.hashes)
         run = space.chained and not event.flags & _EVERY
         return Unknown(space.namespace_digest, shards, hashes, run)
+
+    def forerun(self, event: ev.Lookup) -> None:
+        """Begin to read what a lookup will load first, if that lies below and nothing is in its
+        way. What the lookup will refuse has no effect here either."""
+        if event.flags & _LOADS != _LOADS:
+            return
+        try:
+            session = self._checks.session(event.session)
+            space = self._checks.space(session, event.spec, event.kind)
+            count = self._checks.keys(event.hashes)
+            shards = self._checks.shards(space, event.shards, count)
+        except KvdError:  # the lookup says so
+            return
+        cell = self._leases.first(session, space, shards, event.hashes, event.fingerprints)
+        if cell >= 0 and cell not in self._fetches.by_cell:
+            self._fetches.want_early(cell, space.namespace)
 
     def lookup(self, event: ev.Lookup) -> None:
         """What of a chain is there, if wanted with a lease, a transfer, and slots for the rest."""

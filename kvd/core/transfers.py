@@ -123,7 +123,8 @@ class Transfers:
         lease.transfers.append(transfer.number)
         for result in np.flatnonzero(blocked).tolist():
             self._verify(transfer, result)
-        batch, wanted = Batch(), below.tolist()
+        wanted = below.tolist()
+        batch = self._fetches.batch_of(int(which[wanted[0]])) if wanted else Batch()
         for result in wanted[:_AT_ONCE]:
             self._fetches.want(int(which[result]), transfer, result, batch)
         if len(wanted) > _AT_ONCE:  # the first one's read goes out before all others are looked at

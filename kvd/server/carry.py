@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _MOVES = frozenset({ev.Reserve, ev.Commit, ev.Load})  # before or behind them a client copies
 _LOAD = int(ev.LookupFlag.LOAD)
+_FORERUN = 8  # keys of a lookup that takes so long that its first read is begun before it
 _SEAL_BYTES = 32 << 20  # hashed in one go, so that a store that comes waits some ms at most
 _SEALS = 32
 _RECORDS = (ac.AssignSlab, ac.WriteRecord, ac.PatchRecord)
@@ -102,15 +103,30 @@ class Carrier:
 
     def _handle(self, event: Any) -> None:
         kind = type(event)
-        if kind in _MOVES or (kind is ev.Lookup and event.flags & _LOAD):
+        loads = kind is ev.Lookup and event.flags & _LOAD
+        if kind in _MOVES or loads:
             self._transfers.hush()
+        if loads and self._ladder is not None and self._ladder.tiers:
+            if len(event.hashes) >= _FORERUN * ev.HASH_BYTES:
+                self._forerun(event)
+        self.run(self._actions(self.core.handle, event))
+
+    def _actions(self, take: Callable[[Any, int], list[Any]], event: Any) -> list[Any]:
+        """What the core wants of us for an event."""
         try:
-            actions = self.core.handle(event, time.monotonic_ns())
+            return take(event, time.monotonic_ns())
         except CoreFault as fault:  # what it did until then is true: the rest goes on from there
             log.exception("fault of the core in %s", type(event).__name__)
             self._counters.reason("faults", "core")
-            actions = fault.actions
-        self.run(actions)
+            return fault.actions
+
+    def _forerun(self, lookup: ev.Lookup) -> None:
+        """The first read of a load is on its way before all that it asks for is looked up."""
+        actions = self._actions(self.core.forerun, lookup)
+        if actions:
+            self.run(actions)
+            assert self._ladder is not None
+            self._ladder.give_way()
 
     def _give_up(self, request: Any, error: Exception) -> None:
         """Each request is answered, come what may."""

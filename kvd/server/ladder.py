@@ -37,6 +37,7 @@ NS = 1_000_000_000
 RECOVER_S = 0.2  # between looks at a tier that is away and has still to tell what lies there
 RECOVER_AGAIN_S = 5.0
 JOIN_S = 2.0
+GIVE_WAY_S = 0.0005  # at most, for a worker to begin what it was given
 WATCH_S = 0.2  # how late a tier's change of health is noticed where no completion tells of it
 
 
@@ -233,6 +234,12 @@ class Ladder:
                 self.handed_over = True
                 tier.submit(jobs)
                 jobs.clear()
+
+    def give_way(self) -> None:
+        """Let a worker that was given a load begin it, if one is free: it needs the interpreter for
+        that, which else it would be handed when the loop waits next."""
+        for tier in self.tiers:
+            tier.give_way(GIVE_WAY_S)
 
     # -- from the tiers -------------------------------------------------------------------------
 

@@ -293,9 +293,12 @@ class CoreMachine(RuleBasedStateMachine):
         self.twin.followed(actions)
         self.settle()
 
-    @rule(n=numbers, m=numbers, load=often)
+    @rule(n=numbers, m=numbers, load=often, early=st.booleans(), both=st.booleans())
     @precondition(lambda self: self.twin.chunks)
-    def look_up_what_is_there(self, n: int, m: int, load: bool) -> None:
+    def look_up_what_is_there(
+        self, n: int, m: int, load: bool, early: bool = False, both: bool = False
+    ) -> None:
+        """`early`: its first read is begun before it; `both`: and it loads itself."""
         name, digest, kind, hash_ = list(self.twin.chunks)[n % len(self.twin.chunks)]
         mine = [c for c in self.clients.values() if c.namespace == name]
         if not mine:
@@ -307,12 +310,34 @@ class CoreMachine(RuleBasedStateMachine):
             LookupFlag.LEASE | (LookupFlag.EVERY if n % 3 == 0 else 0),
             kind=Kind(kind),
         )
+        loading = event._replace(flags=event.flags | LookupFlag.LOAD)
+        if early:
+            self.twin.begin()
+            self.due()
+            self.twin.followed(self.world.forerun(loading))
+        if both:
+            self.load_at_once(loading)
+            return
         result, actions = self.request(event)
         self.twin.looked_up(event, result)
         self.twin.followed(actions)
         self.settle()
         if load and result.lease:
             self.load(list(self.twin.leases).index(result.lease), m, False, True)
+
+    def load_at_once(self, event: ev.Lookup) -> None:
+        """A lookup that loads what it leases."""
+        result, actions = self.request(event)
+        verified = [a for a in actions if isinstance(a, ac.Verify)]
+        self.twin.looked_up(event, result)
+        if result.lease:
+            load = ev.Load(event.session, 0, result.lease, None, None)
+            self.twin.loaded(load, result.load)
+        self.twin.followed(actions)
+        if self.world.auto:
+            for job in verified:
+                self.twin.verified(job.record, self.world.digest(job.record) == job.digest)
+        self.settle()
 
     @rule(n=numbers, m=numbers, some=st.booleans(), wait=st.booleans())
     @precondition(lambda self: self.twin.leases)

@@ -256,6 +256,12 @@ class World:
             actions = actions + self.work()
         return actions
 
+    def forerun(self, event: ev.Lookup) -> list[ac.Action]:
+        """What is begun before a lookup; the lookup follows."""
+        actions = self.core.forerun(event, self.now)
+        self._carry(actions)
+        return actions
+
     def advance(self, ns: int) -> list[ac.Action]:
         """Time passes, with a Tick whenever one is due."""
         actions: list[ac.Action] = []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvd.chunk import ChunkHeader, State, payload_digest
+from kvd.core import CoreFault
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.events import LookupFlag
@@ -186,3 +187,71 @@ def test_large_payloads_are_sealed_in_several_jobs_so_that_none_takes_long() -> 
         job.done(None)  # as if the worker had failed
     told = [[(one.record, one.digest) for one in event.seals] for event in world.events[1:]]
     assert told == [[(1, b""), (2, b"")], [(3, b""), (4, b"")], [(5, b"")]]
+
+
+class Loading:
+    """A core that wants a read before a lookup, or fails; and what was done, in order."""
+
+    def __init__(self, *, before: list[Any], fails: bool = False) -> None:
+        self.done: list[str] = []
+        self._before, self._fails = before, fails
+        self.tiers = ["nvme"]
+
+    def forerun(self, event: ev.Lookup, now: int) -> list[Any]:
+        self.done.append("forerun")
+        if self._fails:
+            raise CoreFault(event, self._before)
+        return self._before
+
+    def handle(self, event: Any, now: int) -> list[Any]:
+        self.done.append(type(event).__name__)
+        return []
+
+    def add(self, action: Any) -> None:
+        self.done.append("read")
+
+    def flush(self) -> None:
+        if self.done[-1] == "read":
+            self.done.append("handed over")
+
+    def give_way(self) -> None:
+        self.done.append("gave way")
+
+    def scrubbed_to(self, action: Any) -> None:
+        raise AssertionError
+
+
+READ = ac.TierRead(1, 0, 1, bytes(32), bytes(32), bytes(32), 0, 1, 1, 0, 4096, 9, False, b"")
+
+
+def look_up(loading: Loading, keys: int, flags: LookupFlag) -> list[str]:
+    """What was done for a lookup."""
+    made = Carrier(
+        loading,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        SimpleNamespace(hush=lambda: None),  # type: ignore[arg-type]
+        Counters(),
+        loading,  # type: ignore[arg-type]
+    )
+    hashes = bytes(32 * keys)
+    made.feed(ev.Lookup(1, 1, bytes(32), 1, (0,), hashes, None, int(flags), 0, bytes(32), 0, 0))
+    return loading.done
+
+
+def test_the_first_read_of_a_load_is_with_a_worker_before_its_lookup_is_carried_out() -> None:
+    flags = LookupFlag.LEASE | LookupFlag.LOAD
+    begun = ["forerun", "read", "handed over", "gave way", "Lookup"]
+    assert look_up(Loading(before=[READ]), 64, flags) == begun
+    assert look_up(Loading(before=[]), 64, flags) == ["forerun", "Lookup"]
+
+
+def test_a_lookup_that_is_soon_done_or_loads_nothing_has_no_forerun() -> None:
+    flags = LookupFlag.LEASE | LookupFlag.LOAD
+    assert look_up(Loading(before=[READ]), 1, flags) == ["Lookup"]
+    assert look_up(Loading(before=[READ]), 64, LookupFlag.LEASE) == ["Lookup"]
+
+
+def test_a_fault_before_a_lookup_costs_neither_what_was_begun_nor_the_lookup() -> None:
+    flags = LookupFlag.LEASE | LookupFlag.LOAD
+    done = look_up(Loading(before=[READ], fails=True), 64, flags)
+    assert done == ["forerun", "read", "handed over", "gave way", "Lookup"]

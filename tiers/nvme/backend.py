@@ -364,6 +364,7 @@ class NvmeBackend(Backend):
     def get(self, key: Key, place: Place, into: memoryview, deadline: int) -> Found:
         with self._using(place) as (slab, slot):
             try:
+                self._move(slab, "read", slot, into)  # first: it is what takes time
                 if not slab.there():
                     raise Refused(Answer.MISS, detail="its slab was deleted by somebody else")
                 header = ChunkHeader.unpack(slab.read_record(slot))
@@ -371,7 +372,6 @@ class NvmeBackend(Backend):
                     raise ValueError("the record that lies there is another")
                 if header.length != len(into):
                     raise Refused(Answer.MISS, detail="a chunk of another length lies there")
-                self._move(slab, "read", slot, into)
                 return Found(header)
             except ValueError as error:
                 self.quarantine(key, place, None)
