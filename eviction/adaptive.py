@@ -26,7 +26,7 @@ from kvd.eviction.leaves import SAME_USE_S, LeafPolicy, worth
 from kvd.native import mypyc_attr
 
 # A half-life of a millisecond orders by the last use: LRU is one of the experts.
-HALF_LIVES_S: Final = (0.001, 60.0, 300.0, 1200.0)
+HALF_LIVES_S = (0.001, 60.0, 300.0, 1200.0)
 
 _SAMPLE: Final = 2048  # chunks from which the bars are estimated
 _STEP: Final = 64  # ids that one call moves to the new ruler's heaps

@@ -26,7 +26,7 @@ from kvd.eviction.s3fifo import S3Fifo
 
 DEFAULT: Final = "reuse"
 # What Policy leaves open. Said here, because the compiled class does not know it at run time.
-_MUST: Final = ("insert", "touch", "victims", "coldness", "forget", "value", "__len__")
+_MUST = ("insert", "touch", "victims", "coldness", "forget", "value", "__len__")
 
 POLICIES: Final[dict[str, type[Policy]]] = {
     policy.name: policy for policy in (Adaptive, Arc, Crf, Fifo, Lfuda, Lru, Reuse, S3Fifo)

@@ -163,7 +163,7 @@ class ChunkHeader(NamedTuple):
 
 _KINDS: Final = frozenset((0, 1, 2))  # 0: a record that was freed
 _STATES: Final = frozenset(int(s) for s in State)
-_FIXED: Final = (
+_FIXED = (
     ("namespace_digest", 32),
     ("spec", 32),
     ("chunk", 32),

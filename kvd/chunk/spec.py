@@ -37,10 +37,10 @@ _U32: Final = struct.Struct("<I")
 _FIELD: Final = struct.Struct("<BI")
 _SHARD: Final = struct.Struct("<8IQ")
 
-_STRINGS: Final = ("model", "revision", "weights", "engine", "dtype", "quantisation", "codec")
-_REQUIRED: Final = ("model", "weights", "engine", "dtype", "codec")
-_INTEGERS: Final = ("chunk_tokens", "pipeline", "tensor", "groups")
-_PAIRS: Final = ("rope", "extra")
+_STRINGS = ("model", "revision", "weights", "engine", "dtype", "quantisation", "codec")
+_REQUIRED = ("model", "weights", "engine", "dtype", "codec")
+_INTEGERS = ("chunk_tokens", "pipeline", "tensor", "groups")
+_PAIRS = ("rope", "extra")
 # a tag is a field's number in protocol 1 and on disk: append only, never reuse
 _TAGS: Final = {name: 1 + i for i, name in enumerate((*_STRINGS, *_INTEGERS, *_PAIRS, "shards"))}
 

@@ -25,7 +25,7 @@ from kvd.core.store import Store
 from kvd.core.writes import Writes
 from kvd.errors import BadKey
 
-LEVELS: Final = ("namespaces", "specs", "prefixes", "chunks")
+LEVELS = ("namespaces", "specs", "prefixes", "chunks")
 
 _ROWS: Final = 64  # rows made, or chunks removed, in one call
 

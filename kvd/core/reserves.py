@@ -39,7 +39,7 @@ _LABELS: Final = {
     Outcome.DRAINING: "draining",
     Outcome.DEADLINE: "deadline",
 }
-_ENDS: Final = (Outcome.NO_SPACE, Outcome.OVER_QUOTA, Outcome.DEADLINE)
+_ENDS = (Outcome.NO_SPACE, Outcome.OVER_QUOTA, Outcome.DEADLINE)
 _OTHER: Final = -2  # the key is known under another identity
 
 

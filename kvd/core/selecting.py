@@ -23,7 +23,7 @@ from kvd.core.store import Store
 from kvd.errors import BadKey, LimitExceeded
 
 TIER: Final = "dram"
-STATES: Final = ("writing", "unsealed", "sealed", "quarantined")
+STATES = ("writing", "unsealed", "sealed", "quarantined")
 VISIT: Final = 512  # rows looked at one by one in one call
 WALK: Final = 1 << 62  # cursors of walks begin here, others are row numbers
 
