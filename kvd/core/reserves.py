@@ -121,7 +121,7 @@ class Reserves:
                 store.pin(row)
                 pinned.append(row)
                 rows.append(row)
-                results = yield from self._shards(write, ask, row, refs)
+                results = yield from self._shards(write, ask, i, row, refs)
                 outcomes += results
                 for end in _ENDS:
                     if end in results:
@@ -272,13 +272,16 @@ class Reserves:
             and chunks.odd_pos0.get(row, usual) == (ask.pos0[i] if ask.pos0 else usual)
         )
 
-    def _shards(self, write: Write, ask: Request, row: int, refs: list[SlotRef]) -> Work[bytes]:
+    def _shards(
+        self, write: Write, ask: Request, i: int, row: int, refs: list[SlotRef]
+    ) -> Work[bytes]:
         """One outcome for each shard asked of one chunk: all that can be granted are, or none."""
         places = len(write.items)
         write.items += [None] * len(ask.shards)
         results = bytearray()
         granted: list[SlotRef] = []
         ended: Outcome | None = None
+        old = not self._store.is_empty(row)
         for n, shard in enumerate(ask.shards):
             outcome = self._state(row, shard)
             if outcome is Outcome.GRANTED and ended is None:
@@ -288,6 +291,10 @@ class Reserves:
                     if got in _ENDS:
                         ended = got
                 else:
+                    if old and self._store.is_empty(row):
+                        # what it had was lost while a slot was waited for: another chunk begins
+                        self._describe(ask, i, row)
+                        old = False
                     item = self._writes.grant(write, places + n, row, shard, got)
                     if item is None:
                         outcome = ended = Outcome.NO_SPACE

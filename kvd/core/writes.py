@@ -18,6 +18,7 @@ from kvd.chunk import HeaderFlag, Outcome, SlotRef, State
 from kvd.core import columns as col
 from kvd.core.actions import OutcomesResult, PatchRecord
 from kvd.core.columns import NONE
+from kvd.core.config import SECOND_NS
 from kvd.core.counters import Counts
 from kvd.core.jobs import Pause, Work, spent
 from kvd.core.sessions import Session
@@ -136,6 +137,9 @@ class Writes:
             counts = store.counters.tenant(space.namespace)
             counts["chunks_evicted", "quarantine"] += 1
             counts["bytes_evicted", ""] += space.nbytes[shard]
+            if store.is_empty(row):  # what is stored now is another chunk, that nobody has used yet
+                store.chunks.hits[row] = 0
+                store.chunks.born[row] = max(store.unix_ns(), 0) // SECOND_NS
 
     def take_back(self, write: Write, place: int) -> None:
         """Undo a grant that the client has not been told."""

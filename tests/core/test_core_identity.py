@@ -135,6 +135,9 @@ def test_a_wrong_belief_heals_at_the_next_failed_read() -> None:
     assert client.lookup(one, keys).leading == 4
     assert world.counter("shards_verified", "corrupt") == 1
     assert world.counter("chunks_evicted", "quarantine") == 1
+    hits = {row["hash"]: row["hits"] for row in client.list("chunks")}
+    assert hits[keys[1].hex()] == 1
+    assert hits[keys[2].hex()] == 0, "uses of what was lost are none of what came in its place"
 
 
 def test_stores_of_one_key_are_idempotent() -> None:
