@@ -8,14 +8,13 @@ the price is a wrong score, never a wrong byte.
 from __future__ import annotations
 
 from array import array
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvd.eviction.base import Ghostly
 
-MOST: Final = 1 << 19
+MOST = 1 << 19
 
 
 class Ghosts:

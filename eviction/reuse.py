@@ -25,7 +25,7 @@ from kvd.eviction.walk import Walk
 from kvd.native import mypyc_attr
 
 _MOST: Final = 3  # uses after the first that make a difference
-_SAMPLE: Final = 4096  # running lives looked at for one refresh
+_SAMPLE = 4096  # running lives looked at for one refresh
 _FADE_NS: Final = 1800 * 1_000_000_000  # what was learned counts half after so long
 _GROUPS: Final = 16  # queues that learn for themselves; those that come later share the last
 _FRESH: Final = 256  # evictions that the odds hold for at least: to work them out takes a while

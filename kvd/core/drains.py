@@ -17,11 +17,11 @@ from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.lower import Lower
 from kvd.core.store import Store
 
-_STRIDE: Final = 1 << 14  # rows looked at at once: a few tenths of a millisecond
+_STRIDE = 1 << 14  # rows looked at at once: a few tenths of a millisecond
 _PIECE: Final = 128  # chunks named at once
 _BANDS: Final = 16
 _SAMPLES: Final = 256  # of a stride, by which the bands are cut
-_BAND_LEAST: Final = 1024  # chunks; fewer are one band
+_BAND_LEAST = 1024  # chunks; fewer are one band
 
 
 class Drains:

@@ -401,6 +401,8 @@ class Engine:
             if taken is None:
                 if request.num_computed_tokens == 0:
                     self._release(request)
+                if not self.running:
+                    self._give_up_one(request)
                 break
             request.blocks = request.blocks + taken
             self.connector.update_state_after_alloc(request, _Blocks(request, self.shape), external)
@@ -471,6 +473,16 @@ class Engine:
         self.waiting.insert(0, request)
         scheduled.pop(request.request_id, None)
         self.told.preemptions += 1
+
+    def _give_up_one(self, other: Request) -> None:
+        """Nobody runs, and requests whose loads have come hold all blocks that the first in line
+        lacks: the last of them begins anew, or all would wait for each other for ever."""
+        for request in reversed(self.waiting):
+            if request is not other and request.state == "waiting" and request.blocks:
+                self._release(request)
+                request.num_computed_tokens = 0
+                request.preemptions += 1
+                return
 
     def _loaded(self, request: Request) -> None:
         request.state = "waiting"
