@@ -1,5 +1,5 @@
 """Whether the parts that every request goes through are compiled, and what they say to the
-compiler.
+compiler; and what else the source does for the sake of time alone.
 
 The law of this module: the source is Python and runs as it is; a wheel may hold the same modules
 compiled by mypyc (`setup.py`). Nothing behaves differently but for the time that it takes.

@@ -196,10 +196,13 @@ class Core:
         except Exception as error:
             if hasattr(event, "request"):
                 self._answers.give_up(event, error)
-            fault = CoreFault(event, store.out)
-            fault.__cause__ = error  # a compiled `raise` forgets its `from`
-            raise fault from error
+            raise self._fault(event, error) from error
         return store.out
+
+    def _fault(self, event: Any, error: Exception) -> CoreFault:
+        fault = CoreFault(event, self._store.out)
+        fault.__cause__ = error  # a compiled `raise` forgets its `from`
+        return fault
 
     def forerun(self, event: ev.Lookup, now: int) -> list[ac.Action]:
         """What can be begun of a lookup that loads before it is carried out: the read of its first
@@ -209,9 +212,7 @@ class Core:
         try:
             self._loads.forerun(event)
         except Exception as error:
-            fault = CoreFault(event, store.out)
-            fault.__cause__ = error
-            raise fault from error
+            raise self._fault(event, error) from error
         return store.out
 
     def grow(self, reserved: int) -> None:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvd.chunk import ChunkHeader, HeaderFlag, Outcome, State, namespace_digest
+from kvd.chunk import ChunkHeader, Outcome, State, namespace_digest
+from kvd.chunk.header import FLAG_SEALED
 from kvd.core import columns as col
 from kvd.core.actions import Reply, TierDelete, TierRead
 from kvd.core.events import TierAnswer
@@ -28,13 +29,11 @@ from kvd.core.spaces import Space
 from kvd.core.store import Store
 from kvd.fair import FairQueue
 
-_SEALED: Final = int(HeaderFlag.SEALED)  # arithmetic with a flag costs a microsecond
-
 if TYPE_CHECKING:
     from kvd.core.transfers import Transfer, Transfers
 
 _SLICE: Final = 64  # transients let go in one event
-_PATIENCE_NS: Final = 5_000_000, 200_000_000  # between two looks for room for what is read ahead
+_PATIENCE_NS = 5_000_000, 200_000_000  # between two looks for room for what is read ahead
 
 _OUTCOMES: Final = {TierAnswer.TIMEOUT: Outcome.DEADLINE, TierAnswer.CORRUPT: Outcome.CORRUPT}
 
@@ -350,7 +349,7 @@ class Fetches:
             and header.shard_count == space.shards
             and header.length == space.nbytes[shard]
             and header.tokens == known.tokens
-            and header.flags & ~_SEALED == chunks.flags[row]
+            and header.flags & ~FLAG_SEALED == chunks.flags[row]
             and (
                 not space.chained
                 or (header.parent, header.index, header.pos0)

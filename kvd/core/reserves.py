@@ -13,7 +13,8 @@ from typing import Final
 
 import numpy as np
 
-from kvd.chunk import NO_PARENT, REF_DTYPE, HeaderFlag, Outcome, SlotRef
+from kvd.chunk import NO_PARENT, REF_DTYPE, Outcome, SlotRef
+from kvd.chunk.header import FLAG_SEALED
 from kvd.core import columns as col
 from kvd.core.actions import ReserveResult
 from kvd.core.ahead import Ahead
@@ -25,8 +26,6 @@ from kvd.core.sessions import Session
 from kvd.core.spaces import Space
 from kvd.core.store import Store
 from kvd.core.writes import Write, Writes
-
-_SEALED: Final = int(HeaderFlag.SEALED)  # arithmetic with a flag costs a microsecond
 
 _LABELS: Final = {
     Outcome.GRANTED: "granted",
@@ -67,7 +66,7 @@ class Request:
         self.fingerprints = fingerprints
         self.tokens = tokens
         self.pos0 = pos0
-        self.flags = flags & ~_SEALED
+        self.flags = flags & ~FLAG_SEALED
         self.ttl = ttl
 
 

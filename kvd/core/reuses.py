@@ -22,9 +22,7 @@ TENANTS: Final = 32
 SLICE: Final = 64  # keys looked at in one slice: a lookup that comes meanwhile waits for it
 HALF_LIFE_S: Final = 6 * 3600.0
 _TENANT_SAMPLES: Final = 2048
-_RATE: Final = (
-    0.25  # of all keys, followed at first: a request of many must not cost much at the start
-)
+_RATE: Final = 0.25  # of all keys, followed at first: many at once must not cost much then
 _REACH: Final = 4  # distances are followed up to so many times all that the tiers hold
 _WORTH: Final = 64  # keys that are looked at together, if no more come
 _NOTED: Final = 1 << 16  # keys that may wait to be looked at

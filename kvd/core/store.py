@@ -16,7 +16,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.chunk import NO_PARENT, ChunkHeader, HeaderFlag, State
+from kvd.chunk import NO_PARENT, ChunkHeader, State
+from kvd.chunk.header import FLAG_SEALED
 from kvd.core import columns as col
 from kvd.core.actions import Action, PatchRecord, PolicyFailed, WriteRecord
 from kvd.core.advice import Advice
@@ -32,8 +33,6 @@ from kvd.core.slabs import DETACHED, Slabs
 from kvd.core.spaces import Space, Spaces
 from kvd.core.timers import Timers
 from kvd.eviction.base import Policy
-
-_SEALED: Final = int(HeaderFlag.SEALED)  # arithmetic with a flag costs a microsecond
 
 _NO_ID: Final = bytes(16)
 STAY_WEIGHT: Final = 0.01
@@ -459,7 +458,7 @@ class Store:
             chunks.tokens[row],
             bytes(chunks.print[16 * row : 16 * row + 16]),
             chunks.odd_pos0.get(row, index * space.spec.chunk_tokens),
-            chunks.flags[row] | (_SEALED if sealed else 0),
+            chunks.flags[row] | (FLAG_SEALED if sealed else 0),
             space.nbytes[shard],
             generation,
             self.config.epoch,

@@ -14,7 +14,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvd.chunk import HeaderFlag, Outcome, SlotRef, State
+from kvd.chunk import Outcome, SlotRef, State
+from kvd.chunk.header import FLAG_SEALED
 from kvd.core import columns as col
 from kvd.core.actions import OutcomesResult, PatchRecord
 from kvd.core.columns import NONE
@@ -26,8 +27,6 @@ from kvd.core.slabs import DETACHED
 from kvd.core.spaces import Space
 from kvd.core.store import Store
 from kvd.native import plain_members
-
-_SEALED: Final = int(HeaderFlag.SEALED)  # arithmetic with a flag costs a microsecond
 
 _COMMITTED: Final = {Outcome.OK: "ok", Outcome.EVICTED: "evicted", Outcome.EXPIRED: "expired"}
 
@@ -202,7 +201,7 @@ class Writes:
         if digest is not None:
             cells.set_digest(cell, digest)
             cells.marks[cell] |= col.SEALED
-            flags = chunks.flags[row] | _SEALED
+            flags = chunks.flags[row] | FLAG_SEALED
             store.counters.own["shards_sealed", "client"] += 1
             if store.layered:
                 store.sealed.append(cell)

@@ -65,7 +65,7 @@ QUICK_BYTES = 512
 DONTWAIT = int(zmq.DONTWAIT)
 BATCH = 64  # messages of one socket in one turn of the loop; their replies go out together
 BATCH_NS = 1_000_000
-MAX_TRACED = 4096
+MAX_TRACED = 4096  # clients without shared memory whose connection is looked up
 MAX_FRAMES_KEPT = 4097  # of one message; more are read and thrown away
 
 

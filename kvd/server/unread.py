@@ -130,8 +130,17 @@ def _inode(descriptor: int) -> int:
 
 def _cut(source: int, inode: int) -> None:
     try:
-        with socket.socket(fileno=os.dup(source)) as connection:
-            if os.fstat(connection.fileno()).st_ino == inode:
-                connection.shutdown(socket.SHUT_RDWR)
+        descriptor = os.dup(source)
     except OSError:  # it has ended by itself
+        return
+    try:
+        if os.fstat(descriptor).st_ino == inode:
+            connection = socket.socket(fileno=descriptor)
+            descriptor = -1  # the socket's from here on
+            with connection:
+                connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # likewise; or the number is a file's by now
         pass
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)

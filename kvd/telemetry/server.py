@@ -35,8 +35,8 @@ _ALL = (
         "requests_delayed",
         _C,
         "requests",
-        "Requests beyond what their tenant may ask for in a second, or of a session that has too "
-        "much to read: answered busy, no effect.",
+        "Requests beyond what their tenant may ask for in a second or have in flight, or of a "
+        "session that has too much to read: answered busy, no effect.",
     ),
     Metric(
         "malformed",

@@ -259,6 +259,7 @@ class World:
     def forerun(self, event: ev.Lookup) -> list[ac.Action]:
         """What is begun before a lookup; the lookup follows."""
         actions = self.core.forerun(event, self.now)
+        self.now += 1  # as the server's clock does
         self._carry(actions)
         return actions
 

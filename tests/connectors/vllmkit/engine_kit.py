@@ -478,8 +478,11 @@ class Engine:
         """Nobody runs, and requests whose loads have come hold all blocks that the first in line
         lacks: the last of them begins anew, or all would wait for each other for ever."""
         for request in reversed(self.waiting):
-            if request is not other and request.state == "waiting" and request.blocks:
+            arrived = request.state == "waiting" or request.request_id in self.received
+            if request is not other and arrived and request.blocks:
+                self.received.discard(request.request_id)
                 self._release(request)
+                request.state = "waiting"
                 request.num_computed_tokens = 0
                 request.preemptions += 1
                 return

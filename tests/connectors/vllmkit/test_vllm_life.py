@@ -447,3 +447,21 @@ def test_two_engines_write_the_same_chunks_at_once(daemon: DaemonProcess) -> Non
         assert both >= 9
         with Client(daemon.socket) as client:
             assert client.stat()["tiers"][0]["writing_bytes"] == 0
+
+
+def test_loads_that_together_hold_all_blocks_do_not_wait_for_each_other_for_ever(
+    daemon: DaemonProcess,
+) -> None:
+    """Three prompts of which all but the end was loaded leave no block to compute the end in."""
+    prompts = [prompt(150, 200 + number) for number in range(3)]
+    with Engine(daemon.socket, Shape(blocks=64), name="full", chunk_tokens=CHUNK) as one:
+        for number, tokens in enumerate(prompts):
+            one.ask(f"w{number}", tokens)
+    loaded = 150 // CHUNK * CHUNK
+    shape = Shape(blocks=1 + 3 * loaded // 16)
+    with Engine(daemon.socket, shape, name="full", chunk_tokens=CHUNK, local_cache=False) as two:
+        for number, tokens in enumerate(prompts):
+            two.add(f"r{number}", tokens)
+        two.run()
+        assert len(two.told.finished) == 3
+        assert two.told.loaded_tokens["r0"] >= loaded
