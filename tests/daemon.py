@@ -27,6 +27,14 @@ from types import TracebackType
 
 READY_S = 30.0
 SHM = Path("/dev/shm")
+# Limits far below the defaults: nobody's own numbers may be over them.
+LOW_LIMITS = (
+    "--limits-lease-s=1",
+    "--limits-lease-max-s=2",
+    "--limits-write-s=1",
+    "--limits-write-max-s=1",
+    "--limits-inflight=1",
+)
 
 
 class DaemonProcess:

@@ -25,15 +25,17 @@ _LATE_S = 2.0
 
 
 class Daemon:
-    """A client, and whether it makes sense to ask it now."""
+    """A client, and whether it makes sense to ask it now. `lease_s`: of leases, if it may be."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, lease_s: float) -> None:
         self.client = client
+        self._wanted_s = lease_s
         self._backoff = Backoff(first_s=0.5, most_s=5.0)
         self._probe: Call | None = None
         self._away = False
         self._late = 0  # the client's count of late answers when all of them are in
         self._late_until = 0.0
+        self._lease_max_s = float("inf")  # as the daemon told when it was last heard
 
     @property
     def away(self) -> bool:
@@ -48,6 +50,25 @@ class Daemon:
         except KvdError as error:
             self.failed(error)
             return None
+
+    @property
+    def lease_s(self) -> float:
+        """How long leases are: as wanted, or as the daemon allows, for its operator's limit is no
+        engine's failure."""
+        if self.client.connected:
+            self._heed()
+        return min(self._wanted_s, self._lease_max_s)
+
+    def _heed(self) -> None:
+        try:
+            most_s = self.client.info(0.0).limits.lease_max_ns / 1e9
+        except KvdError:  # gone just now
+            return
+        if most_s != self._lease_max_s:
+            self._lease_max_s = most_s
+            if most_s < self._wanted_s:
+                log.warning("kvd: leases are of %g s, not %g s: the daemon allows no longer "
+                            "ones (limits.lease_max_s)", most_s, self._wanted_s)  # fmt: skip
 
     def give_up(self, call: Call) -> None:
         """Nobody wants this answer any more; what it grants is given back when it comes, for which

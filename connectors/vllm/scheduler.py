@@ -44,7 +44,7 @@ class SchedulerSide:
     ) -> None:  # fmt: skip
         self.options = options
         self.counts = Counts()
-        self.daemon = Daemon(client)
+        self.daemon = Daemon(client, options.lease_s)
         self.spec: KVSpec | None = None  # None: this engine goes without kvd
         self._client = client
         self._chunk = chunk_tokens
@@ -208,7 +208,7 @@ class SchedulerSide:
         return min(entry.keys.available, (entry.request.num_tokens - 1) // self._chunk, self._most)
 
     def _lease_holds(self, entry: Entry) -> bool:
-        return entry.lease_good_for(min(_LOAD_TIME_S, self.options.lease_s / 2))
+        return entry.lease_good_for(min(_LOAD_TIME_S, self.daemon.lease_s / 2))
 
     def _look_up(self, entry: Entry) -> None:
         """Send the lookup: ASKED, or KNOWN with nothing when there is nobody to ask."""
@@ -223,7 +223,7 @@ class SchedulerSide:
                 entry.keys.hashes(0, limit),
                 entry.keys.fingerprints(0, limit),
                 int(LookupFlag.LEASE),
-                int(self.options.lease_s * 1e9),
+                int(self.daemon.lease_s * 1e9),
                 NO_PARENT,
                 0,
                 0,

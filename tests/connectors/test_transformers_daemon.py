@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from daemon import DaemonProcess
+from daemon import LOW_LIMITS, DaemonProcess
 
 from kvd.connectors.transformers import KvdCache
 
@@ -112,6 +112,17 @@ def test_chunks_that_the_daemon_can_not_hold_are_said_once_with_the_way_out(
         with KvdCache(model, small.socket, chunk_tokens=most, deadline_s=10.0) as kv:
             generate(kv, prompt(300))
             assert kv.counts["stored_chunks"] > 0  # the advice holds
+
+
+def test_a_daemon_with_low_limits_is_used_all_the_same(llama: Make, prompt: Make) -> None:
+    model, ids = llama(), prompt(100)
+    want = plain(model, ids)
+    with (
+        DaemonProcess(args=LOW_LIMITS) as low,
+        KvdCache(model, low.socket, chunk_tokens=16, deadline_s=10.0) as kv,
+    ):
+        assert generate(kv, ids) == (want, 0)
+        assert generate(kv, ids) == (want, 96)
 
 
 def test_a_killed_daemon_is_a_miss_and_a_restarted_one_has_kept_the_prompt(

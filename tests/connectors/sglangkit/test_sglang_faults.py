@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import fake_sglang as fake
-from daemon import DaemonProcess
+from daemon import LOW_LIMITS, DaemonProcess
 from sglang_kit import content, fill, hashes
 
 MHA = fake.MHATokenToKVPoolHost
@@ -105,6 +105,17 @@ def test_pages_that_do_not_fit_at_all_are_refused_and_the_next_model_works(make)
         assert backend.stats["store.too_large"] == 1
         small = filled()
         assert all(make(small, {"socket": daemon.socket}).batch_set_v1(hashes(1), small.alloc(16)))
+
+
+def test_a_daemon_with_low_limits_is_used_all_the_same(make) -> None:
+    with DaemonProcess(args=LOW_LIMITS) as low:
+        pool = filled()
+        backend = make(pool, {"socket": low.socket})
+        keys, at, to = hashes(8), pool.alloc(128), pool.alloc(128)
+        assert all(backend.batch_set_v1(keys, at))
+        assert backend.batch_exists(keys) == 8
+        assert backend.batch_get_v1(keys, to) == [True] * 8
+        assert content(pool, to) == content(pool, at)
 
 
 def test_the_wrong_daemon_or_namespace_is_not_used(make, model: str) -> None:

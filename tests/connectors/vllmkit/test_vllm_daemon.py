@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from daemon import DaemonProcess
+from daemon import LOW_LIMITS, DaemonProcess
 from engine_kit import Engine
 
 CHUNK = 32
@@ -172,6 +172,33 @@ def test_another_namespace_or_instance_than_the_configured_is_not_used(
         engine.ask("a", tokens)
         engine.forget()
         assert engine.ask("b", tokens) == 192
+
+
+@pytest.mark.parametrize("wanted", [{}, {"lease_s": 60.0}], ids=["default", "configured"])
+def test_a_daemon_with_limits_below_ours_is_used_all_the_same(
+    wanted: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = prompt(300, 9)
+    with (
+        DaemonProcess(args=LOW_LIMITS) as short,
+        Engine(short.socket, chunk_tokens=CHUNK, **DEADLINES, **wanted) as engine,
+    ):
+        for number in range(3):
+            engine.ask(f"r{number}", tokens)
+            engine.forget()
+        assert engine.told.loaded_tokens == {"r0": 0, "r1": 288, "r2": 288}
+        assert "lookup_errors" not in engine.counts
+    said = [r.getMessage() for r in caplog.records if "limits.lease_max_s" in r.getMessage()]
+    assert len(said) == 1 and "of 2 s" in said[0]
+
+
+def test_a_daemon_that_comes_back_with_lower_limits_is_used_again(own: DaemonProcess) -> None:
+    tokens = prompt(300, 10)
+    with Engine(own.socket, chunk_tokens=CHUNK, **DEADLINES) as engine:
+        engine.ask("a", tokens)
+        own.args += LOW_LIMITS
+        own.restart()
+        hits_again(engine, tokens)
 
 
 def test_an_engine_that_ends_gives_everything_back(own: DaemonProcess, eventually) -> None:
