@@ -34,6 +34,7 @@ from kvd.connectors.vllm.identity import check_engine, check_hashing, group_secr
 from kvd.connectors.vllm.metadata import RankShape, StepPlan, WorkerReport
 from kvd.connectors.vllm.metrics import KvdPromMetrics, KvdStats
 from kvd.connectors.vllm.ranks import rank_shape, worker_pages
+from kvd.connectors.vllm.room import Room
 from kvd.connectors.vllm.scheduler import SchedulerSide
 from kvd.connectors.vllm.worker import WorkerSide
 from kvd.errors import ConfigError, KvdError
@@ -115,7 +116,15 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(
                 self._options, self._new_client(memory=False), chunk_tokens=self._chunk,
                 block_tokens=self._block_tokens, hash_block=self._hash_block,
+                room=self._room_for_loads(),
             )  # fmt: skip
+
+    def _room_for_loads(self) -> Room | None:
+        """None where vLLM lets a request in only if all of it fits."""
+        if self._vllm_config.scheduler_config.scheduler_reserve_full_isl:
+            return None
+        null = 1  # block 0 is nobody's
+        return Room(int(self._kv_cache_config.num_blocks) - null, self._block_tokens)
 
     def _new_client(self, *, memory: bool) -> Client:
         options = self._options

@@ -36,6 +36,7 @@ class Entry:
         "call",
         "ended",
         "give_up_ns",
+        "holds",
         "job",
         "keys",
         "leading",
@@ -59,6 +60,7 @@ class Entry:
         self.local = 0  # tokens of vLLM's own hit when it was matched
         self.job = 0
         self.load_blocks: frozenset[int] = frozenset()
+        self.holds = 0  # tokens, all of its own, while it holds blocks for a load and does not run
         self.no_load = False  # a load failed: compute it
         self.stored = 0  # chunks that need no store any more
         self.ended = False

@@ -3,7 +3,7 @@
 The law of this module: it runs inside the engine's loop, so nothing waits for the daemon; a match
 is a lease, and every lease is released on every path: loaded, not used, local hit as long,
 aborted, preempted, expired with the session. A match never says more than is leased, never more
-than the prompt less one token, and is the same however often it is asked for.
+than the prompt less one token, and is the same however often it is asked for in a step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvd.connectors.vllm.identity import other_seeds
 from kvd.connectors.vllm.keys import Adapters, ChunkKeys
 from kvd.connectors.vllm.metadata import LoadJob, StepPlan, StoreJob, WorkerReport
 from kvd.connectors.vllm.request import Entry, Phase
+from kvd.connectors.vllm.room import Room
 from kvd.connectors.vllm.stats import Counts
 from kvd.connectors.vllm.written import written_by
 from kvd.errors import DeadlineExceeded, KvdError, Unavailable
@@ -36,11 +37,12 @@ _LOAD_TIME_S = 5.0  # a lease must have that much left when its load begins
 
 
 class SchedulerSide:
-    """`block_tokens`: of each KV group; `hash_block`: tokens of one of vLLM's block hashes."""
+    """`block_tokens`: of each KV group; `hash_block`: tokens of one of vLLM's block hashes;
+    `room`: for loads, where the engine itself does not see to it."""
 
     def __init__(
         self, options: Options, client: Client, *, chunk_tokens: int, block_tokens: Sequence[int],
-        hash_block: int,
+        hash_block: int, room: Room | None = None,
     ) -> None:  # fmt: skip
         self.options = options
         self.counts = Counts()
@@ -50,6 +52,7 @@ class SchedulerSide:
         self._chunk = chunk_tokens
         self._block_tokens = tuple(block_tokens)
         self._hash_block = hash_block
+        self._room = room
         self._checked = False  # that the session's namespace is the one that was meant
         self._encoding = b""
         self._shards: tuple[int, ...] = ()
@@ -130,6 +133,10 @@ class SchedulerSide:
         gain = min(entry.leading, limit) * self._chunk - computed
         if gain < max(self.options.min_load_tokens, 1):
             return 0, False
+        if self._room is not None and not self._room.has(
+            entry.request.num_tokens, (e.holds for e in self._entries.values() if e is not entry)
+        ):
+            return 0, False
         entry.local = computed
         return gain, True
 
@@ -138,9 +145,11 @@ class SchedulerSide:
         Called a second time, with 0, when they are."""
         entry = self._entry(request)
         if external <= 0:
+            entry.holds = 0
             if entry.phase is not Phase.LOADING:
                 self._settle(entry)
             return
+        entry.holds = request.num_tokens
         begin, end = entry.local, entry.local + external
         first, last = begin // self._chunk, -(-end // self._chunk)
         rows = []

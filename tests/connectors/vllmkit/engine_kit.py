@@ -2,8 +2,8 @@
 
 It keeps what makes the real scheduler unforgiving: a pool of blocks that are reused at once, a
 local prefix cache, chunked prefill within a token budget, preemption, requests that wait for a
-load and hold their blocks, and asserts where vLLM asserts. The "KV" of a block is bytes that its
-chained hash gives, a layer's own, so that content proves each block.
+load, hold their blocks and are never preempted, and asserts where vLLM asserts. The "KV" of a block
+is bytes that its chained hash gives, a layer's own, so that content proves each block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Request:
 
     def __init__(
         self, name: str, tokens: list[int], *, block: int, new: int = 1, salt: str | None = None,
-        lora: Any = None, skip: bool = False,
+        lora: Any = None, skip: bool = False, priority: int = 0,
     ) -> None:  # fmt: skip
         self.request_id = name
         self.all_token_ids = list(tokens)
@@ -40,6 +40,7 @@ class Request:
         self.cache_salt = salt
         self.lora_request = lora
         self.skip_reading_prefix_cache = skip
+        self.priority = priority  # the lowest goes first
         self.block_hashes: list[bytes] = []
         self.state = "waiting"
         self.blocks: list[int] = []
@@ -147,7 +148,7 @@ class Shape:
 def vllm_config(
     options: dict[str, Any], *, engine_id: str = "engine", tensor: int = 1, rank: int = 0,
     policy: str = "recompute", role: str = "kv_both", algorithm: str = "sha256_cbor",
-    **model: Any,
+    reserve: bool = True, **model: Any,
 ) -> Any:  # fmt: skip
     text = SimpleNamespace(rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     hf = SimpleNamespace(
@@ -174,6 +175,7 @@ def vllm_config(
             quantization=None,
         ),
         load_config=SimpleNamespace(load_format="auto"),
+        scheduler_config=SimpleNamespace(scheduler_reserve_full_isl=reserve),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )  # fmt: skip
 
@@ -260,6 +262,7 @@ class Engine:
             {(0, r): w.connector.get_handshake_metadata() for r, w in enumerate(self.workers)}
         )
         self.budget, self.local_cache = budget, local_cache
+        self.reserve = setup.get("reserve", True)
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, self.shape.blocks))
         self.cached: dict[bytes, int] = {}
         self.hash_of: dict[int, bytes] = {}
@@ -366,7 +369,8 @@ class Engine:
             old_names.append(request.request_id)
             old_blocks.append((new,) * self.shape.groups if new else None)
             old_computed.append(request.num_computed_tokens)
-        for request in list(self.waiting):
+        # Those that hold blocks come before all others, whatever their priorities.
+        for request in sorted(self.waiting, key=lambda r: (not r.blocks, r.priority)):
             if not budget:
                 break
             if request.state == "loading":
@@ -397,12 +401,12 @@ class Engine:
                 computed = request.num_computed_tokens
             tokens = 0 if asynchronous else min(request.num_tokens - computed, budget)
             need = -(-(computed + tokens) // self.shape.block) - len(request.blocks)
-            taken = self._take(max(0, need))
+            taken = None
+            if self._lets_in(request, asynchronous, need, scheduled):
+                taken = self._take(max(0, need))
             if taken is None:
                 if request.num_computed_tokens == 0:
                     self._release(request)
-                if not self.running:
-                    self._give_up_one(request)
                 break
             request.blocks = request.blocks + taken
             self.connector.update_state_after_alloc(request, _Blocks(request, self.shape), external)
@@ -474,18 +478,23 @@ class Engine:
         scheduled.pop(request.request_id, None)
         self.told.preemptions += 1
 
-    def _give_up_one(self, other: Request) -> None:
-        """Nobody runs, and requests whose loads have come hold all blocks that the first in line
-        lacks: the last of them begins anew, or all would wait for each other for ever."""
-        for request in reversed(self.waiting):
-            arrived = request.state == "waiting" or request.request_id in self.received
-            if request is not other and arrived and request.blocks:
-                self.received.discard(request.request_id)
-                self._release(request)
-                request.state = "waiting"
-                request.num_computed_tokens = 0
-                request.preemptions += 1
-                return
+    def _lets_in(
+        self, request: Request, asynchronous: bool, need: int, scheduled: dict[str, int]
+    ) -> bool:
+        """vLLM's gate. A load leaves free what requests that are loading or in the middle of their
+        prefill still need; with `reserve`, all of a request has to fit."""
+        if self.reserve and self._lacks(request) > len(self.free):
+            return False
+        others = [r for r in self.waiting if r.blocks and r is not request]
+        for r in self.running:
+            if r.num_computed_tokens + scheduled.get(r.request_id, 0) < r.num_tokens:
+                others.append(r)
+        kept = sum(map(self._lacks, others)) if asynchronous else 0
+        return need <= len(self.free) - kept
+
+    def _lacks(self, request: Request) -> int:
+        """Blocks that a request still needs for all of its tokens."""
+        return max(0, -(-request.num_tokens // self.shape.block) - len(request.blocks))
 
     def _loaded(self, request: Request) -> None:
         request.state = "waiting"
