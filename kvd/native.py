@@ -16,8 +16,10 @@ T = TypeVar("T")
 E = TypeVar("E", bound=type[Enum])
 
 if TYPE_CHECKING:
+    from mypy_extensions import i64 as i64
     from mypy_extensions import mypyc_attr as mypyc_attr
 else:
+    i64 = int  # for the compiler, a register
 
     def mypyc_attr(*marks: str, **more: Any) -> Callable[[type[T]], type[T]]:
         """For the compiler alone; it takes it away."""

@@ -17,11 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.core.columns import NONE, Chunks
+from kvd.native import i64
 
 Rows = NDArray[np.int64]
 
-_WORDS: Final = Struct("<4Q")
-_MASK: Final = (1 << 64) - 1
+# Signed, and 63 bits of a hash: what a register holds, compiled. Bits that a product or a sum
+# carries beyond the 63rd change none below.
+_WORDS: Final = Struct("<4q")
+_BITS: Final = 63
+_MASK: Final = (1 << _BITS) - 1
+_WORD: Final = (1 << 64) - 1
 _GONE: Final = -1  # an entry of the old table that was removed
 _SMALL: Final = 1 << 12  # slots of a new table
 _FULL: Final = 4  # slots an entry, at least
@@ -36,13 +41,17 @@ class Index:
         self._chunks = chunks
         words = np.random.PCG64(seed).random_raw(5) | np.uint64(1)
         self._factors = words[:4]
-        self._of_space = int(words[4])
-        a, b, c, d = (int(word) for word in words[:4])
-        self._ints = (a, b, c, d)
+        signed: list[int] = words.view(np.int64).tolist()
+        self._a: i64 = signed[0]
+        self._b: i64 = signed[1]
+        self._c: i64 = signed[2]
+        self._d: i64 = signed[3]
+        self._of_space: i64 = signed[4]
+        self._space_factor = words[4]
         self._count = 0
         self._make(_SMALL)
         self._old: NDArray[np.int32] | None = None
-        self._old_shift = 0
+        self._old_shift: i64 = 0
         self._old_at = 0
 
     def __len__(self) -> int:
@@ -51,16 +60,17 @@ class Index:
     def _make(self, slots: int) -> None:
         self._table = np.zeros(slots, np.int32)  # row + 1; 0: empty
         self._view = self._table.data
-        self._mask = slots - 1
-        self._shift = 64 - (slots.bit_length() - 1)
+        self._mask: i64 = slots - 1
+        self._shift: i64 = _BITS - (slots.bit_length() - 1)
 
     # -- one key --------------------------------------------------------------------------------
 
-    def _hash(self, space: int, key: bytes) -> int:
-        words: tuple[int, int, int, int] = _WORDS.unpack(key)
+    def _hash(self, space: int, key: bytes) -> i64:
+        words: tuple[i64, i64, i64, i64] = _WORDS.unpack(key)
         a, b, c, d = words
-        m = self._ints
-        return (a * m[0] + b * m[1] + c * m[2] + d * m[3] + space * self._of_space) & _MASK
+        of_space: i64 = space
+        mixed = a * self._a + b * self._b + c * self._c + d * self._d + of_space * self._of_space
+        return mixed & _MASK
 
     def _same(self, row: int, space: int, key: bytes) -> bool:
         chunks = self._chunks
@@ -82,7 +92,7 @@ class Index:
                 return int(self._old[slot]) - 1
         return NONE
 
-    def _find_old(self, hash_: int, space: int, key: bytes) -> int:
+    def _find_old(self, hash_: i64, space: int, key: bytes) -> int:
         """Slot of a key in the old table, or -1."""
         old = self._old
         assert old is not None
@@ -189,9 +199,9 @@ class Index:
 
     def mix(self, words: NDArray[np.uint64], space: int) -> NDArray[np.uint64]:
         """64-bit hashes of keys, given as [keys, 4] words."""
-        added = np.uint64(space * self._of_space & _MASK)
+        added = np.uint64(space * int(self._space_factor) & _WORD)
         mixed: NDArray[np.uint64] = words @ self._factors + added
-        return mixed
+        return mixed & np.uint64(_MASK)
 
     def _search(
         self,
@@ -239,8 +249,9 @@ class Index:
         chunks = self._chunks
         rows = np.arange(first, first + count)
         spaces = chunks.np_space[rows].astype(np.uint64)
-        mixed = chunks.np_key[rows] @ self._factors + spaces * np.uint64(self._of_space)
-        slot = (mixed >> np.uint64(self._shift)).astype(np.int64)
+        mixed = chunks.np_key[rows] @ self._factors
+        mixed += spaces * self._space_factor
+        slot = ((mixed & np.uint64(_MASK)) >> np.uint64(self._shift)).astype(np.int64)
         while len(rows):
             free = self._table[slot] == 0
             self._table[slot[free]] = rows[free] + 1
