@@ -26,7 +26,6 @@ from kvd.arena.mapping import Mapping
 from kvd.arena.os_call import punch_hole
 from kvd.arena.preflight import check_room
 from kvd.arena.table import RecordTable, Registry, Scan
-from kvd.chunk import ChunkHeader
 from kvd.errors import ArenaError
 
 log = logging.getLogger(__name__)
@@ -52,9 +51,9 @@ class ArenaOwner:
     """A named arena, held by this process until `close`.
 
     `view` is the payload memory (read-write), `table` all records (RECORD_DTYPE; change them only
-    by `write_record` and `patch_record`). `fd_arena` (read-write) and `fd_table` (read-only) are
-    what a client is handed. `previous_epoch` is that of the owner
-    before, 0 if there was none.
+    by `write_record` and `patch_record`, which are the record table's `write` and `patch`).
+    `fd_arena` (read-write) and `fd_table` (read-only) are what a client is handed. `previous_epoch`
+    is that of the owner before, 0 if there was none.
     """
 
     def __init__(
@@ -69,6 +68,7 @@ class ArenaOwner:
         self._fd_table_rw = files.table
         self._mapping = Mapping(files.arena, files.super.geometry.size, writable=True)
         self._table = RecordTable(files.table, files.super.geometry)
+        self.write_record, self.patch_record = self._table.write, self._table.patch
         self.fd_table = os.open(paths.table, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         self.previous_epoch = self._table.epoch
         self._table.epoch = max(self.previous_epoch + 1, epoch)
@@ -201,22 +201,6 @@ class ArenaOwner:
     def slot_sizes(self) -> list[int]:
         """Slot size of each slab in bytes, 0 where none is assigned."""
         return self._table.slot_sizes()
-
-    def write_record(self, record: int, header: ChunkHeader) -> None:
-        """Replace a record, whole or not at all. ArenaError, ValueError."""
-        self._table.write(record, header)
-
-    def patch_record(
-        self,
-        record: int,
-        *,
-        state: int | None = None,
-        generation: int | None = None,
-        flags: int | None = None,
-        digest: bytes | None = None,
-    ) -> None:
-        """Change fields of a record that is there (None: as it is). ArenaError, ValueError."""
-        self._table.patch(record, state=state, generation=generation, flags=flags, digest=digest)
 
     def scan(self) -> Scan:
         """What the table holds, for adoption: 0.4 to 0.7 s a million records."""

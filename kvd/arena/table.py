@@ -38,6 +38,7 @@ from kvd.arena.layout import (
 )
 from kvd.arena.mapping import Mapping
 from kvd.chunk import (
+    CHECKED_BYTES,
     HEADER_BYTES,
     IDENTITY_DTYPE,
     RECORD_DTYPE,
@@ -84,6 +85,9 @@ class RecordTable:
         raw = self._mapping.bytes
         self._raw = raw.data
         self._quads: memoryview[int] = self._raw[: len(raw) // 8 * 8].cast("Q")
+        self._changed = bytearray(HEADER_BYTES)  # the record that is being changed
+        self._whole = memoryview(self._changed)
+        self._checked = self._whole[:CHECKED_BYTES]
         self._records = geometry.records
         self._per_slab = geometry.records_per_slab
         self._begin = geometry.record_at(0)
@@ -95,6 +99,8 @@ class RecordTable:
         self._bad_slabs: list[int] = []
 
     def close(self) -> None:
+        self._checked.release()
+        self._whole.release()
         self._quads.release()
         self._raw.release()
         del self.records, self._words, self._slabs
@@ -145,7 +151,6 @@ class RecordTable:
     def patch(
         self,
         record: int,
-        *,
         state: int | None = None,
         generation: int | None = None,
         flags: int | None = None,
@@ -154,7 +159,8 @@ class RecordTable:
         """Change some fields of a record that is there. ArenaError if none was ever written."""
         self._check(record)
         at = self._begin + record * HEADER_BYTES
-        raw = bytearray(self._raw[at : at + HEADER_BYTES])
+        raw = self._changed
+        self._whole[:] = self._raw[at : at + HEADER_BYTES]
         if raw.startswith(_NEVER):
             raise ArenaError(f"record {record} was never written, so it can't be changed")
         if state is not None:
@@ -167,7 +173,7 @@ class RecordTable:
             if len(digest) != 16:
                 raise ValueError(f"a payload digest has 16 bytes, got {len(digest)}")
             raw[_DIGEST_AT : _DIGEST_AT + 16] = digest
-        patch_check(raw)
+        patch_check(raw, self._checked)
         self._store(at, raw)
 
     def recover(self) -> None:
