@@ -78,6 +78,10 @@ class Policy(ABC):
         removed; the caller stops when it has enough and calls `forget` for what it took. The
         iterator is dead after any other call that changes the policy."""
 
+    def first(self, queue: int, now: int) -> int:
+        """The first of `victims`, or -1: what is asked for as a rule."""
+        return next(iter(self.victims(queue, now)), -1)
+
     def defer(self, chunks: Sequence[int], now: int) -> None:
         """These candidates, in the order in which `victims` named them, may not go now: they are
         leased, or being written. Post: those that have nothing below them are named behind all

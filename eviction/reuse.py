@@ -198,6 +198,9 @@ class Reuse(LeafPolicy):
             if chunk != first:
                 yield chunk
 
+    def first(self, queue: int, now: int) -> int:
+        return self._best(queue, self._peek(now))
+
     def coldness(self, queue: int, now: int) -> float | None:
         return self._coldness_of(self._best(queue, self._peek(now)), now)
 

@@ -6,6 +6,7 @@ one compares the generation in the record table after its last byte; see docs/pr
 
 from __future__ import annotations
 
+from struct import Struct
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -22,6 +23,8 @@ REF_DTYPE: Final = np.dtype(
         ("generation", "<u8"),  # must equal the record's generation
     ]
 )
+_REF: Final = Struct("<IIQQQ")
+assert _REF.size == REF_DTYPE.itemsize == REF_BYTES
 
 
 class SlotRef(NamedTuple):
@@ -41,4 +44,4 @@ def unpack_refs(data: bytes | memoryview) -> NDArray[np.void]:
 
 def pack_refs(refs: list[SlotRef]) -> bytes:
     """References as packed bytes, 32 a piece."""
-    return np.array([tuple(r) for r in refs], dtype=REF_DTYPE).tobytes()
+    return b"".join([_REF.pack(*ref) for ref in refs])

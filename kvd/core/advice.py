@@ -154,7 +154,7 @@ class Advice:
         try:
             if self.policy is None:
                 return NONE
-            return next(iter(self.policy.victims(queue, now)), NONE)
+            return self.policy.first(queue, now)
         except BaseException as error:  # noqa: BLE001
             self.fail("victims", error)
             return NONE

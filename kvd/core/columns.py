@@ -52,6 +52,7 @@ class Chunks:
         n = rows + 1
         self.np_key = np.zeros((n, 4), np.uint64)  # chunk hash
         self.key = self.np_key.reshape(-1).view(np.uint8).data
+        self.word = self.np_key.reshape(-1).data  # four a key
         self.np_print = np.zeros((n, 2), np.uint64)  # fingerprint
         self.print = self.np_print.reshape(-1).view(np.uint8).data
         self.np_parent, self.parent = column(n, np.int32)  # id or NONE

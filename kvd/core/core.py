@@ -59,6 +59,7 @@ from kvd.eviction.base import Policy
 
 _EXPIRE_SLICE: Final = 64  # things that fall due looked at in one event
 _RETRY_S: Final = 0.02  # a write takes about so long to be committed
+_LITTLE: Final = 16  # units, after which a Tick may begin something else
 _TOUCH_LIMIT: Final = 64  # deferred uses beyond which an event applies some itself
 
 
@@ -292,6 +293,11 @@ class Core:
         self._store.spaces.forget_unused()
 
     @property
+    def writing_bytes(self) -> int:
+        """Bytes of slots that clients may be copying into."""
+        return self._store.writing_bytes
+
+    @property
     def busy(self) -> bool:
         """Whether a Tick would go on with work that is under way."""
         store = self._store
@@ -427,7 +433,8 @@ class Core:
         left = store.apply_touches(TOUCH_SLICE)
         if left > 0:
             store.sweep(64)
-            if not self._jobs.step() and self._reuses.waiting:
+            self._jobs.step()
+            if store.units <= _LITTLE and self._reuses.waiting and not self._jobs.busy:
                 self._reuses.apply()
 
     def _drain(self, event: ev.Drain) -> None:

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from kvd.chunk import ChunkHeader, Outcome, State, namespace_digest
 from kvd.chunk.header import FLAG_SEALED
 from kvd.core import columns as col
@@ -395,7 +393,7 @@ class Fetches:
         counts["shards_promoted", "ahead" if fetch.ahead else kind] += 1
         store.recount(row)
         if fetch.ahead > store.now:  # who said that he would come has it for fresh
-            store.touch(np.array([row], np.int64))
+            store.use(row)
         elif row in store.transients:
             if fetch.ahead:  # too late: nobody came for it
                 store.fleeting.append(row)

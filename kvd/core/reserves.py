@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
-from kvd.chunk import NO_PARENT, REF_DTYPE, Outcome, SlotRef
+from kvd.chunk import NO_PARENT, Outcome, SlotRef, pack_refs
 from kvd.chunk.header import FLAG_SEALED
 from kvd.core import columns as col
 from kvd.core.actions import ReserveResult
@@ -120,7 +118,9 @@ class Reserves:
                 store.pin(row)
                 pinned.append(row)
                 rows.append(row)
-                results = yield from self._shards(write, ask, i, row, refs)
+                results = self._at_once(write, row, ask.shards[0], refs) if width == 1 else b""
+                if not results:
+                    results = yield from self._shards(write, ask, i, row, refs)
                 outcomes += results
                 for end in _ENDS:
                     if end in results:
@@ -141,27 +141,21 @@ class Reserves:
             raise
         there = [row for row in rows if store.chunks.ready[row]]
         if there:  # who would store it again has used it
-            store.touch(np.array(there[-1:], np.int64))
+            store.use(there[-1])
         for n, row in enumerate(pinned):
             store.unpin(row)
             if n % 32 == 31 and spent(store):
                 yield Pause.SLICE
         for value, label in _LABELS.items():
-            counts["shards_reserved", label] += outcomes.count(value)
+            if count := outcomes.count(value):
+                counts["shards_reserved", label] += count
         for n, shard in enumerate(ask.shards):
             self._ahead.took(space, shard, outcomes[n::width].count(Outcome.GRANTED))
         if not write.open or session.closed:
             self._writes.drop_if_done(write)
             if not write.open:
                 return ReserveResult(0, bytes(outcomes), b"", 0)
-        return ReserveResult(write.number, bytes(outcomes), self._refs(refs), deadline)
-
-    def _refs(self, refs: list[SlotRef]) -> bytes:
-        """As pack_refs, by columns: many tuples are slow."""
-        packed = np.zeros(len(refs), REF_DTYPE)
-        for name, column in zip(SlotRef._fields, zip(*refs, strict=True), strict=True):
-            packed[name] = column
-        return packed.tobytes()
+        return ReserveResult(write.number, bytes(outcomes), pack_refs(refs), deadline)
 
     def _refusal(self, space: Space, ask: Request) -> Outcome | None:
         """Why nothing of this request can be granted."""
@@ -271,6 +265,25 @@ class Reserves:
             and chunks.odd_pos0.get(row, usual) == (ask.pos0[i] if ask.pos0 else usual)
         )
 
+    def _at_once(self, write: Write, row: int, shard: int, refs: list[SlotRef]) -> bytes:
+        """What `_shards` does for one shard, as a rule; nothing is done if that has to wait."""
+        outcome = self._state(row, shard)
+        if outcome is Outcome.GRANTED:
+            got = self._free(write, shard)
+            if isinstance(got, Outcome):
+                outcome = got
+            elif got < 0:
+                return b""
+            else:
+                write.items.append(None)
+                item = self._writes.grant(write, len(write.items) - 1, row, shard, got)
+                if item is None:
+                    return bytes([Outcome.NO_SPACE])
+                refs.append(item.ref)
+                return bytes([outcome])
+        write.items.append(None)
+        return bytes([outcome])
+
     def _shards(
         self, write: Write, ask: Request, i: int, row: int, refs: list[SlotRef]
     ) -> Work[bytes]:
@@ -312,16 +325,11 @@ class Reserves:
     def _slot(self, write: Write, row: int, shard: int) -> Work[int | Outcome]:
         """A slot for a shard as a record number, or why there is none. Others may come first
         while it waits for room."""
+        got = self._free(write, shard)
+        if isinstance(got, Outcome) or got >= 0:
+            return got
         store, session = self._store, write.session
-        size = write.space.slot_sizes[shard]
-        if store.now >= write.deadline:
-            return Outcome.DEADLINE
-        tenant = write.space.tenant
-        if session.write_bytes + size > self._write_cap or self._busy(tenant, size):
-            return Outcome.OVER_QUOTA
-        record = self._evictions.free_slot(size, tenant)
-        if record >= 0:
-            return record
+        size, tenant = write.space.slot_sizes[shard], write.space.tenant
         record = yield from self._evictions.slot(size, tenant)
         if record < 0:
             return Outcome.OVER_QUOTA if record == OVER_MAXIMUM else Outcome.NO_SPACE
@@ -336,6 +344,16 @@ class Reserves:
             return record
         store.slabs.give(record)
         return outcome
+
+    def _free(self, write: Write, shard: int) -> int | Outcome:
+        """A slot that is free already, or why there can be none; NO_ROOM if one may become free."""
+        store, tenant = self._store, write.space.tenant
+        size = write.space.slot_sizes[shard]
+        if store.now >= write.deadline:
+            return Outcome.DEADLINE
+        if write.session.write_bytes + size > self._write_cap or self._busy(tenant, size):
+            return Outcome.OVER_QUOTA
+        return self._evictions.free_slot(size, tenant)
 
     def _busy(self, tenant: int, size: int) -> bool:
         """Whether the tenant may not have so much more in flight. One slot it always may."""

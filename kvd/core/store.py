@@ -10,7 +10,7 @@ holes and the index.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -48,6 +48,14 @@ class Touch(NamedTuple):
     over: bool
 
 
+class Use(NamedTuple):
+    """The use of one chunk, that policies are not told of yet."""
+
+    row: int
+    word: int  # as in Touch
+    when: int
+
+
 class Store:
     """The state of the core, without what belongs to one kind of request."""
 
@@ -83,7 +91,7 @@ class Store:
         self.residents: list[int] = []  # by queue: chunks in the policy
         self.husks: deque[int] = deque()  # rows that may be empty by now
         self.pinned: dict[int, int] = {}  # chunks that a request in progress relies on
-        self.touches: deque[Touch] = deque()  # what policies are not told yet
+        self.touches: deque[Touch | Use] = deque()  # what policies are not told yet
         self.unsealed: deque[int] = deque()  # cells
         self.leased_chunks = 0
         self.writing_bytes = 0
@@ -192,13 +200,6 @@ class Store:
         if parent == NONE:
             return NO_PARENT
         return self.chunks.key_of(parent)
-
-    def ancestors(self, row: int) -> Iterator[int]:
-        """The chunk, its parent, and so on."""
-        parent = self.chunks.parent
-        while row != NONE:
-            yield row
-            row = parent[row]
 
     def orphan(self, row: int) -> bool:
         """Its parent is absent, or not ready yet."""
@@ -474,7 +475,8 @@ class Store:
 
     def ghost(self, row: int) -> int:
         """64 bits that stand for a chunk in a policy's memory of what it evicted."""
-        return int(self.chunks.np_key[row, 1]) ^ self.spaces.salts[self.chunks.space[row]]
+        word: int = self.chunks.word[4 * row + 1]
+        return word ^ self.spaces.salts[self.chunks.space[row]]
 
     def ghosts(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
         """The same of many."""
@@ -484,9 +486,16 @@ class Store:
 
     # -- recency --------------------------------------------------------------------------------
 
+    def use(self, row: int) -> None:
+        """This chunk and all its ancestors were used now; applied after the reply."""
+        self.touches.append(Use(row, self.chunks.word[4 * row], self.now))
+
     def touch(self, rows: NDArray[np.int64]) -> None:
-        """These chunks and all their ancestors were used now; applied after the reply."""
-        self.touches.append(Touch(rows, self.chunks.np_key[rows, 0], self.now, False))
+        """The same of many."""
+        if len(rows) == 1:
+            self.use(int(rows[0]))
+        else:
+            self.touches.append(Touch(rows, self.chunks.np_key[rows, 0], self.now, False))
 
     def over(self, rows: NDArray[np.int64], words: NDArray[np.uint64]) -> None:
         """These chunks, from leaf to root, are said not to be used again: in every tier they go
@@ -497,7 +506,14 @@ class Store:
         """Apply what was deferred, oldest first; what is left of the budget."""
         chunks = self.chunks
         while self.touches and budget > 0:
-            rows, words, when, over = self.touches.popleft()
+            told = self.touches.popleft()
+            if isinstance(told, Use):
+                row = told.row
+                if chunks.word[4 * row] == told.word and chunks.space[row]:
+                    budget -= self._used(row, told.when)
+                budget -= 1
+                continue
+            rows, words, when, over = told
             here = (chunks.np_key[rows, 0] == words) & (chunks.np_space[rows] != 0)
             if over:
                 if len(rows) > budget:  # the end, nearest to the root, comes first
@@ -513,13 +529,20 @@ class Store:
                 if budget <= 0:
                     self.touches.appendleft(Touch(rows[n:], words[n:], when, over))
                     break
-                chain = list(self.ancestors(row)) if here[n] else []
-                chain.reverse()
-                budget -= len(chain) + 1
-                self._used(chain, when)
+                if here[n]:
+                    budget -= self._used(row, when)
+                budget -= 1
         return budget
 
-    def _used(self, chain: list[int], when: int) -> None:
+    def _used(self, row: int, when: int) -> int:
+        """Tell of a use of a chunk and its ancestors; how many these are."""
+        parent = self.chunks.parent
+        chain: list[int] = []
+        while row != NONE:
+            chain.append(row)
+            row = parent[row]
+        chain.reverse()
         self.policy.touch(chain, when)
         for lower in self.ladder.lowers:
             lower.policy.touch(chain, when)
+        return len(chain)

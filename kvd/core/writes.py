@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from kvd.chunk import Outcome, SlotRef, State
 from kvd.chunk.header import FLAG_SEALED
 from kvd.core import columns as col
@@ -185,7 +183,7 @@ class Writes:
             if spent(store):
                 yield Pause.SLICE
         if last != NONE and store.chunks.ready[last]:
-            store.touch(np.array([last], np.int64))
+            store.use(last)
         self.drop_if_done(write)
         return OutcomesResult(bytes(outcomes))
 

@@ -186,6 +186,7 @@ class PolicyConformance:
     def test_every_resident_chunk_is_named_once(self) -> None:
         policy = self.filled()
         assert sorted(policy.victims(0, 30 * S)) == list(range(20))
+        assert policy.first(0, 30 * S) == next(iter(policy.victims(0, 30 * S)))
         assert len(policy) == 20
 
     def test_naming_removes_nothing(self) -> None:
@@ -203,6 +204,7 @@ class PolicyConformance:
     def test_an_empty_queue_names_nothing(self) -> None:
         policy = self.make()
         assert list(policy.victims(0, 0)) == []
+        assert policy.first(0, 0) == -1
         assert policy.coldness(0, 0) is None
         assert len(policy) == 0
 
