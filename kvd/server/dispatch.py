@@ -70,13 +70,13 @@ MAX_FRAMES_KEPT = 4097  # of one message; more are read and thrown away
 
 
 class Message:
-    """One message as it came: `first` is frame 0, None if there was none."""
+    """One message as it came: `first` is frame 0."""
 
     __slots__ = ("first", "identity", "payload", "source", "too_many", "user")
 
     def __init__(self, identity: bytes) -> None:
         self.identity = identity
-        self.first: bytes | None = None
+        self.first = b""
         self.payload: list[zmq.Frame] = []
         self.too_many = False
         self.user = ""  # tcp: who CURVE says it is
@@ -89,17 +89,15 @@ def receive(
     """The next message of a ROUTER; zmq.Again if there is none. Small frames are copied out. Where
     it comes from is asked for if it came over tcp, or from one of `traced`: it costs a little."""
     message = Message(socket.recv(DONTWAIT))
-    if not socket.getsockopt(zmq.RCVMORE):
-        return message
+    # A ROUTER puts the identity before what has one frame at least. Frames say by themselves
+    # whether more come: to ask the socket costs as much as to receive.
+    frame = socket.recv(DONTWAIT, copy=False)
     if tcp or message.identity in traced:
-        frame = socket.recv(DONTWAIT, copy=False)
         if tcp:
             message.user = _property(frame, "User-Id")
         message.source = int(frame.get(zmq.SRCFD))
-        message.first = frame.bytes
-    else:
-        message.first = socket.recv(DONTWAIT)
-    while socket.getsockopt(zmq.RCVMORE):
+    message.first = frame.bytes
+    while frame.more:
         frame = socket.recv(DONTWAIT, copy=False)
         if len(message.payload) < MAX_FRAMES_KEPT:
             message.payload.append(frame)
@@ -203,14 +201,12 @@ class Dispatcher:
                 self._counters.reason("malformed", refused.code.name.lower())
             else:
                 self._counters.reason("refused", refused.code.name.lower())
-            address = address_of(message.first or b"")
+            address = address_of(message.first)
             if address is not None and address.flags & REPLY:
                 return  # answering replies could go to and fro for ever
             self._responder.error_to(route, address, refused.code, str(refused))
 
     def _take(self, route: Route, message: Message, tcp: bool) -> None:
-        if message.first is None:
-            raise ProtocolError("a message without frames")
         frame = decode_frame(message.first, self._limits)
         if frame.flags & REPLY:
             raise ProtocolError("a reply came where a request is due")
@@ -263,7 +259,7 @@ class Dispatcher:
                 self._limiter.take(session.grant.namespace, now)
             message = m.decode_request(frame.op, frame.body, self._limits, newer=frame.newer)
             if frame.op not in QUICK or len(frame.body) > QUICK_BYTES:
-                self._responder.let_go()
+                self._responder.let_go(session)
             self._dispatch(request, message, payload)
         except KvdError as refused:
             if isinstance(refused, ProtocolError | LimitExceeded):

@@ -70,9 +70,11 @@ class Responder:
         if self._held is None:
             self._held = []
 
-    def let_go(self) -> None:
-        """Send what was kept back until now: what comes next takes its time."""
-        if self._held:
+    def let_go(self, session: Session) -> None:
+        """Send what was kept back until now: what comes next takes its time. What is a client's own
+        waits for its next request: it sent both together."""
+        held = self._held
+        if held and any(other is not session for _, _, other in held):
             self.flush()
             self._held = []
 
