@@ -42,7 +42,6 @@ settings.register_profile("kvd", deadline=None, print_blob=True)
 settings.load_profile("kvd")
 
 
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Compiled code does not look at what a test puts in its place."""
     if compiled():

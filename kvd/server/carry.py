@@ -31,7 +31,7 @@ __all__ = ["Carrier"]
 
 log = logging.getLogger(__name__)
 
-_MOVES = frozenset({ev.Reserve, ev.Commit, ev.Load})  # before or behind them a client copies
+_STORES = frozenset({ev.Reserve, ev.Commit})  # behind or before them a client copies
 _LOAD = int(ev.LookupFlag.LOAD)
 _FORERUN = 8  # keys of a lookup that takes so long that its first read is begun before it
 _SEAL_BYTES = 32 << 20  # hashed in one go, so that a store that comes waits some ms at most
@@ -103,8 +103,13 @@ class Carrier:
 
     def _handle(self, event: Any) -> None:
         kind = type(event)
+        if kind in _STORES:
+            self._transfers.hush_stores(self.core.writing_bytes)
+            self.run(self._actions(self.core.handle, event))
+            self._transfers.hush_stores(self.core.writing_bytes)
+            return
         loads = kind is ev.Lookup and event.flags & _LOAD
-        if kind in _MOVES or loads:
+        if loads or kind is ev.Load:
             self._transfers.hush()
         if loads and self._ladder is not None and self._ladder.tiers:
             if len(event.hashes) >= _FORERUN * ev.HASH_BYTES:
@@ -173,13 +178,7 @@ class Carrier:
         self._arena.write_record(action.record, action.header)
 
     def _patch_record(self, action: ac.PatchRecord) -> None:
-        self._arena.patch_record(
-            action.record,
-            state=action.state,
-            generation=action.generation,
-            flags=action.flags,
-            digest=action.digest,
-        )
+        self._arena.patch_record(*action)
 
     def _assign_slab(self, action: ac.AssignSlab) -> None:
         self._arena.assign_slab(action.slab, action.slot_size)
@@ -245,6 +244,7 @@ class Carrier:
                 lambda: [payload_digest(view) for view in views],
                 done,
                 background=background,
+                gathers=background,
             )
         )
 

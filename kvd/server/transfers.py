@@ -7,8 +7,11 @@ A worker that is stuck in one job is reported once and a spare one takes its pla
 stuck call (a page that can't be read, a driver that hangs) stops neither the loop nor other jobs.
 
 Background jobs (sealing) read whole payloads, and memory bandwidth is what a client's own copy
-lives on: they have one thread of their own and run in the pauses between stores and loads. Pauses
-that do not come are not waited for longer than HOLD_S; then what has gathered is done in one go.
+lives on: they have one thread of their own and run in the pauses between stores and loads. A pause
+begins when the copies that may be under way have had their time: a hash beside a copy takes half as
+long again as one in a pause. What a few stores bring is gathered, for a thread that is woken thirty
+times a second finds nothing in its caches. Pauses that do not come are not waited for longer than
+HOLD_S; then what has gathered is done in one go.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ __all__ = ["Job", "Transfers"]
 log = logging.getLogger(__name__)
 
 PAUSE_S = 0.03  # without stores and loads: then background jobs may run
+LEAST_PAUSE_S = 0.005  # where nothing is being written: the next batch may be on its way
+COPY_RATE = 4e9  # bytes a second: what a client copies faster, as a rule
 HOLD_S = 1.0  # how long they are held back at most
+GATHER_S = 0.1  # how long jobs that gather wait for more of their kind
 TOGETHER = 4  # completions of background jobs that wake the loop once
 
 
@@ -42,6 +48,7 @@ class Job:
     run: Callable[[], Any]
     done: Callable[[Any], None]
     background: bool = False  # waits for a pause
+    gathers: bool = False  # nobody needs it soon, and many at a time cost less: waits for others
     result: Any = None
     failed: bool = False
 
@@ -75,7 +82,8 @@ class Transfers:
         self._pause = threading.Condition(self._lock)  # for the thread of background jobs
         self._urgent: deque[Job] = deque()
         self._background: deque[Job] = deque()
-        self._pause_at = 0.0  # monotonic s: from then on there is a pause
+        self._loaded_at = 0.0  # monotonic s: from then on there is a pause between loads
+        self._stored_at = 0.0  # the same between stores
         self._held_since = 0.0  # when the first of the background jobs that wait came
         self._forced = False  # they were held back for too long: on, until none waits
         self._unsaid = 0  # completions of background jobs that the loop was not woken for
@@ -101,8 +109,14 @@ class Transfers:
                 self._ready.notify()
 
     def hush(self) -> None:
-        """A store or load is under way: clients copy now. Background jobs wait for a pause."""
-        self._pause_at = time.monotonic() + PAUSE_S
+        """A load is under way: a client copies now. Background jobs wait for a pause."""
+        self._loaded_at = time.monotonic() + PAUSE_S
+
+    def hush_stores(self, writing: int) -> None:
+        """A store goes on: clients may be copying so many bytes now. As `hush`, but no longer than
+        such a copy takes."""
+        pause = min(PAUSE_S, LEAST_PAUSE_S + writing / COPY_RATE)
+        self._stored_at = time.monotonic() + pause
 
     @property
     def pending(self) -> int:
@@ -208,10 +222,13 @@ class Transfers:
         if not self._background:
             return None
         forced_at = self._held_since + HOLD_S
-        if self._forced or now >= self._pause_at or now >= forced_at:
-            self._forced = self._forced or now < self._pause_at
+        pause_at = max(self._loaded_at, self._stored_at)
+        if self._background[0].gathers:
+            pause_at = max(pause_at, self._held_since + GATHER_S)
+        if self._forced or now >= pause_at or now >= forced_at:
+            self._forced = self._forced or now < pause_at
             return 0
-        return max(1e-4, min(self._pause_at, forced_at) - now)
+        return max(1e-4, min(pause_at, forced_at) - now)
 
     def _work(self, worker: _Worker) -> None:
         if worker.background:

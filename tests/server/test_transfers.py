@@ -97,6 +97,72 @@ def test_background_jobs_wait_for_a_pause_between_stores_and_loads(
     assert pool.close(5)
 
 
+def sealed_after(pool: Transfers, *, gathers: bool = False) -> float:
+    """Seconds until a background job that is submitted now has begun."""
+    begun = time.monotonic()
+    at: list[float] = []
+    pool.submit(
+        Job("seal", lambda: at.append(time.monotonic()), lambda r: None, True, gathers=gathers)
+    )
+    finish(pool, 1)
+    return at[0] - begun
+
+
+@pytest.mark.parametrize(
+    "writing, least, most",
+    [(0, 0.0, 0.15), (100_000_000, 0.2, 0.35), (1 << 40, 0.4, 10.0)],
+    ids=["nothing", "some", "more than a pause is long"],
+)
+def test_a_pause_between_stores_begins_when_a_copy_of_what_is_being_written_has_had_its_time(
+    monkeypatch: pytest.MonkeyPatch, writing: int, least: float, most: float
+) -> None:
+    monkeypatch.setattr("kvd.server.transfers.PAUSE_S", 0.4)
+    monkeypatch.setattr("kvd.server.transfers.COPY_RATE", 500e6)
+    pool = Transfers(1, stuck_s=60)
+    pool.hush_stores(writing)
+    assert least <= sealed_after(pool) < most
+    assert pool.close(5)
+
+
+def test_a_store_does_not_shorten_the_pause_that_a_load_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvd.server.transfers.PAUSE_S", 0.2)
+    pool = Transfers(1, stuck_s=60)
+    pool.hush()
+    pool.hush_stores(0)
+    assert sealed_after(pool) >= 0.15
+    assert pool.close(5)
+
+
+def test_jobs_that_gather_wait_for_others_and_then_run_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvd.server.transfers.GATHER_S", 0.2)
+    pool = Transfers(1, stuck_s=60)
+    ran: list[tuple[int, float]] = []
+
+    def seal(number: int) -> Job:
+        return Job(
+            f"seal {number}",
+            lambda: ran.append((number, time.monotonic())),
+            lambda r: None,
+            background=True,
+            gathers=True,
+        )
+
+    begun = time.monotonic()
+    pool.submit(seal(0))
+    time.sleep(0.1)
+    pool.submit(seal(1))
+    finish(pool, 2)
+    assert [number for number, _ in ran] == [0, 1]
+    first, second = (at - begun for _, at in ran)
+    assert first >= 0.19 and second - first < 0.09, "the second one did not wait once more"
+    assert sealed_after(pool) < 0.15, "what does not gather does not wait"
+    assert pool.close(5)
+
+
 def test_pauses_that_never_come_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvd.server.transfers.PAUSE_S", 3600.0)
     monkeypatch.setattr("kvd.server.transfers.HOLD_S", 0.1)
