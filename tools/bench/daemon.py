@@ -21,7 +21,7 @@ from types import TracebackType
 
 from kvd.client import Client
 from kvd.errors import KvdError
-from kvd.tools.bench.measure import process_cpu_s
+from kvd.tools.bench.measure import process_cpu_s, threads_cpu_s
 from kvd.wire.paths import attach_path, short_address
 
 _START_S = 30.0
@@ -96,6 +96,10 @@ class Daemon:
     def cpu_s(self) -> float:
         """User and system seconds of the daemon's process so far."""
         return process_cpu_s(self.pid)
+
+    def threads_cpu_s(self) -> float:
+        """The same of the threads that it has now, exactly."""
+        return threads_cpu_s(self.pid)
 
     def close(self) -> None:
         """End the daemon that was started here and remove what it leaves."""
