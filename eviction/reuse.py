@@ -136,22 +136,28 @@ class Reuse(LeafPolicy):
 
     def _refresh(self, time: int) -> None:
         self._due = max(_FRESH, min(1024, self._len // 4))
-        living = np.zeros((self._lists * _GROUPS, BINS))
         stride = 1 + self._len // _SAMPLE
         home = np.frombuffer(self._home, dtype=np.int32)[::stride]
         used = np.frombuffer(self._used)[::stride][home >= 0]
-        homes, which = np.unique(home[home >= 0], return_inverse=True)
-        rows = np.array([self._row(one) for one in homes.tolist()], np.intp)[which]
-        np.add.at(living, (rows, bins_of(time - used)), float(stride))
+        home = home[home >= 0]
+        there = np.flatnonzero(np.bincount(home))
+        row_of = np.zeros(int(there[-1]) + 1 if len(there) else 0, np.intp)
+        row_of[there] = [self._row(one) for one in there.tolist()]
+        living = self._counted(row_of[home], time - used) * float(stride)
         stride = 1 + len(self._ghosts) // _SAMPLE
         ghosts = self._ghosts.values()[::stride]
-        rows = ghosts[:, 1].astype(np.intp)
-        np.add.at(living, (rows, bins_of(time - ghosts[:, 0])), float(stride))
+        living += self._counted(ghosts[:, 1].astype(np.intp), time - ghosts[:, 0]) * float(stride)
         self._odds.refresh(living, self._age_out * self._horizon)
         if time >= self._fade_at:
             if self._fade_at:
                 self._odds.fade(0.5 ** (1.0 / 16.0))
             self._fade_at = time + _FADE_NS // 16
+
+    def _counted(self, rows: NDArray[np.intp], ages: NDArray[np.float64]) -> NDArray[np.float64]:
+        """How many there are of each row of the odds' tables, by age."""
+        size = self._lists * _GROUPS
+        counts = np.bincount(rows * BINS + bins_of(ages), minlength=size * BINS)
+        return counts.astype(np.float64).reshape(size, BINS)
 
     def _worth(self, chunk: int, time: int) -> float:
         age = time - self._score[chunk]

@@ -151,7 +151,8 @@ class Twin:
         """Hold the policy's order to the rules; the order."""
         self.settle(queue, now)
         order = list(policy.victims(queue, now))
-        assert policy.first(queue, now) == (order[0] if order else -1)
+        if type(policy).first is not Policy.first:  # else it asks for victims once more
+            assert policy.first(queue, now) == (order[0] if order else -1)
         named: list[int] = []
         counts: dict[int, int] = {}
         for record in self.here.values():
