@@ -136,6 +136,8 @@ class Walk:
                 pass
             elif parent in policy._over:
                 self._cooler.append(parent)
+            elif parent == policy._newest:  # its child was there before it
+                self._last = parent
             else:
                 self._join(parent, self._homes.index(policy._home[parent]))
         return chunk

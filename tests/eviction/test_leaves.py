@@ -9,6 +9,7 @@ from policy_conformance import NO_GHOSTS, NONE, Chunk, insert, reborn
 from kvd.eviction.crf import Crf
 from kvd.eviction.fifo import Fifo
 from kvd.eviction.reuse import Reuse
+from kvd.eviction.s3fifo import S3Fifo
 
 S = 1_000_000_000
 
@@ -22,6 +23,18 @@ def test_a_child_that_came_before_its_parent_is_its_child() -> None:
     insert(policy, 9, 4 * S)
     insert(policy, 8, 5 * S)
     assert list(policy.victims(0, 6 * S)) == [5, 4, 3, 9, 8]
+
+
+def test_what_came_last_goes_last_also_where_its_child_was_there_before_it() -> None:
+    policy = S3Fifo()
+    insert(policy, 9, 1 * S)
+    policy.forget(9, evicted=True)
+    insert(policy, 5, 2 * S, parent=4)
+    insert(policy, 9, 3 * S)  # known: of the main queue, which goes after the small one
+    insert(policy, 4, 4 * S)
+    assert list(policy.victims(0, 5 * S)) == [5, 9, 4]
+    policy.forget(5, evicted=True)
+    assert list(policy.victims(0, 6 * S)) == [9, 4]
 
 
 def test_an_orphan_does_not_hang_on_who_has_its_parents_id_now() -> None:
