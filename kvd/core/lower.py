@@ -19,6 +19,7 @@ from kvd.core.advice import Advice
 from kvd.core.columns import NONE, column
 from kvd.core.config import TierConfig, WritePolicy, slot_size
 from kvd.core.shares import TierUse
+from kvd.errors import BadKey
 from kvd.eviction.base import Policy
 
 if TYPE_CHECKING:
@@ -64,6 +65,16 @@ class Lower:
         return self.told_writable and not self.overdue
 
 
+def unknown_tier(name: str, known: list[str]) -> BadKey:
+    """What to answer who names a tier below DRAM that there is not; `known`: those there are."""
+    if known:
+        return BadKey(f"tier {name!r} is unknown: known below DRAM are {', '.join(known)}")
+    return BadKey(
+        f"tier {name!r} is unknown: no tier below DRAM is configured; a section [tiers.NAME] of "
+        "the configuration adds one"
+    )
+
+
 class TierJob:
     """One job in a tier's hands."""
 
@@ -102,6 +113,13 @@ class Ladder:
 
     def find(self, name: str) -> Lower | None:
         return next((lower for lower in self.lowers if lower.name == name), None)
+
+    def named(self, name: str) -> Lower:
+        """BadKey if there is no such tier."""
+        lower = self.find(name)
+        if lower is None:
+            raise unknown_tier(name, [low.name for low in self.lowers])
+        return lower
 
     def refresh(self) -> None:
         """A tier's health may have changed."""

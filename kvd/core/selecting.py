@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.chunk import Kind
 from kvd.core import columns as col
 from kvd.core.columns import NONE
 from kvd.core.events import Selector
@@ -85,6 +86,13 @@ class Selecting:
         return bool(lower.count[row])
 
     def check(self, selector: Selector) -> None:
+        """BadKey for a condition that nothing can fulfil while this daemon lives: a typing error
+        would read as emptiness. Namespaces come and go: one that is not there is none."""
+        tiers = [TIER, *(lower.name for lower in self.store.ladder.lowers)]
+        if selector.tier is not None and selector.tier not in tiers:
+            raise BadKey(f"tier {selector.tier!r} is unknown: known are {', '.join(tiers)}")
+        if selector.kind is not None and selector.kind not in (Kind.PREFIX, Kind.CONTENT):
+            raise BadKey(f"kind {selector.kind} is unknown: 1 (prefix) or 2 (content)")
         if selector.state is not None and selector.state not in STATES:
             raise BadKey(f"state {selector.state!r} is unknown: {', '.join(STATES)}")
         if len(selector.keys) > _KEYS:
@@ -96,8 +104,6 @@ class Selecting:
 
     def spaces(self, session: Session, selector: Selector) -> list[Space]:
         """Spaces that the session may see and the selector names."""
-        if selector.tier not in (None, TIER) and self.store.ladder.find(selector.tier) is None:
-            return []
         if selector == Selector():
             return []
         return [

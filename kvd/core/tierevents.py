@@ -108,10 +108,7 @@ class TierEvents:
         session = self._checks.session(event.session)
         if not session.admin:
             raise AuthError("commands to tiers need the admin role")
-        lower = self._store.ladder.find(event.tier)
-        if lower is None:
-            known = ", ".join(low.name for low in self._store.ladder.lowers) or "none"
-            raise BadKey(f"tier {event.tier!r} is unknown: {known}")
+        lower = self._store.ladder.named(event.tier)
         if event.command == "drain":
             self._answers.start(event, self._drain(lower))
             return

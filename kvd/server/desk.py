@@ -18,10 +18,10 @@ from kvd.arena import ArenaOwner
 from kvd.chunk import KVSpec
 from kvd.core import events as ev
 from kvd.core.actions import Result, StatResult, TierResult
+from kvd.core.lower import unknown_tier
 from kvd.errors import (
     ArenaError,
     AuthError,
-    BadKey,
     Draining,
     ErrorCode,
     InternalError,
@@ -260,8 +260,7 @@ class Desk:
             raise AuthError("commands to tiers need the admin role")
         tier = self.ladder.number(message.tier)
         if tier is None:
-            known = ", ".join(tier.name for tier in self.ladder.tiers) or "none"
-            raise BadKey(f"tier {message.tier!r} is unknown: {known}")
+            raise unknown_tier(message.tier, [one.name for one in self.ladder.tiers])
 
         def done(completion: Completion) -> None:
             self.ladder.watch()

@@ -7,6 +7,7 @@ from world import KIB, O, S, World, chain, key, spec
 
 from kvd.core import actions as ac
 from kvd.core import events as ev
+from kvd.core.config import TierConfig
 from kvd.core.events import Selector
 from kvd.errors import ErrorCode
 
@@ -28,6 +29,32 @@ def world() -> World:
         client.store(ONE, branch(name), parent=TREE[-1], index0=3)
     client.store(ONE, chain("other", 5))
     return world
+
+
+@pytest.mark.parametrize(
+    ("selector", "said"),
+    [
+        (Selector(tier="foo"), "tier 'foo' is unknown: known are dram, nvme"),
+        (Selector(kind=3), "kind 3 is unknown: 1 (prefix) or 2 (content)"),
+        (
+            Selector(state="hot"),
+            "state 'hot' is unknown: writing, unsealed, sealed, quarantined",
+        ),
+    ],
+)
+def test_a_condition_with_a_name_that_nothing_has_is_refused(selector: Selector, said: str) -> None:
+    world = World(4096 * KIB, 128 * KIB, tiers=(TierConfig("nvme", 1024 * KIB),))
+    admin = world.open(admin=True)
+    for refused in (
+        world.ask(ev.List(admin.number, 0, "specs", selector, 0, 9)),
+        world.ask(ev.Evict(admin.number, 0, selector, False, 0, 9)),
+    ):
+        assert isinstance(refused, ac.Fail)
+        assert (refused.code, refused.message) == (ErrorCode.BAD_KEY, said)
+    refused = world.ask(ev.TierCommand(admin.number, 0, "foo", "drain"))
+    assert refused.message == "tier 'foo' is unknown: known below DRAM are nvme"
+    for known in (Selector(namespace="nope"), Selector(tier="nvme"), Selector(kind=2)):
+        assert admin.list("chunks", known) == []
 
 
 def test_rows_of_each_level(world: World) -> None:
@@ -92,7 +119,6 @@ def test_filters(world: World) -> None:
     assert found(subtree=TREE[2], idle_ns=50 * S) == 8
     assert found(state="sealed") == 16
     assert found(state="writing") == 0
-    assert found(tier="nvme") == 0
     assert found(tier="dram") == 16
     assert found(spec=b"?" * 32) == 0
     assert found(kind=2) == 0

@@ -84,6 +84,7 @@ class Writer(threading.Thread):
         self.socket = socket
         self.journal = journal
         self.held: tuple[str, Lease] | None = None
+        self.tiers: list[str] = []
         self.wrong: BaseException | None = None
         self.stop = threading.Event()
 
@@ -101,6 +102,7 @@ class Writer(threading.Thread):
 
     def live(self, client: Client) -> None:
         handle = client.register(spec())
+        self.tiers = [tier["name"] for tier in client.stat()["tiers"]]
         for n in range(100_000):
             if self.stop.is_set():
                 return
@@ -121,7 +123,7 @@ class Writer(threading.Thread):
             client.evict(Selector(keys=tuple(chain(one, LENGTH))))
         elif dice < 0.94:
             self.journal.write("gone", "")
-            tier = self.random.choice(["dram", "nvme", "s3"])
+            tier = self.random.choice(self.tiers)
             client.evict(Selector(tier=tier, everything=True))
             self.journal.write("gone", "")
 

@@ -195,7 +195,6 @@ def test_filters_narrow_to_what_fits_them_all(house: House) -> None:
     spec = house.long.spec.digest.hex()
     assert len(house.rows("chunks", "--spec", spec[:8])) == 15
     assert len(house.rows("chunks", "-n", "default", "--tier", "dram", "--limit", "0")) == 20
-    assert house.rows("chunks", "--tier", "nvme") == []
     assert house.rows("chunks", "--state", "writing") == []
     assert house.rows("chunks", "--idle", "1h") == []
     assert house.rows("chunks", "--age", "1h") == []
@@ -210,6 +209,28 @@ def test_what_nothing_fits_is_said_so(house: House) -> None:
         done = kvd_cli("inspect", "chunks", *words, "--socket", house.daemon.socket)
         assert done.code == 1
         assert done.err.startswith("kvd-cli: no spec")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("inspect", "--tier", "foo"), "tier 'foo' is unknown: known are dram"),
+        (("inspect", "specs", "--tier", "foo"), "tier 'foo' is unknown: known are dram"),
+        (("evict", "--tier", "foo", "--yes"), "tier 'foo' is unknown: known are dram"),
+        (
+            ("tier", "probe", "nope"),
+            "tier 'nope' is unknown: no tier below DRAM is configured; a section [tiers.NAME] of "
+            "the configuration adds one",
+        ),
+        (("tier", "scrub", "nope"), "tier 'nope' is unknown: no tier below DRAM is configured"),
+    ],
+)
+def test_a_name_that_nothing_has_is_an_error_and_not_emptiness(
+    house: House, words: tuple[str, ...], said: str
+) -> None:
+    done = kvd_cli(*words, "--socket", house.daemon.socket)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(f"kvd-cli: {said}")
 
 
 def test_what_is_hidden_is_not_said_to_be_nothing(house: House) -> None:
