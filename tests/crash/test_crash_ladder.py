@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ KEYS = {
     "AWS_CONFIG_FILE": "/dev/null",
     "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
 }
+ENOUGH = 3  # lives, of which something must come back
+FILL_S = 30.0  # in which something goes down to the last tier: a second, as a rule
 CALL_S = 0.7  # how long a writer waits for a daemon that was killed
 OK = Outcome.OK
 
@@ -243,23 +246,70 @@ def test_the_same_holds_with_a_bucket_behind_the_disk(home: Path, seaweed: Seawe
         "--s3-endpoint", seaweed.endpoint, "--s3-bucket", "kvd", "--s3-prefix", f"crash{SEED}",
         "--s3-addressing", "path", "--s3-limit", str(FAR_LIMIT),
     ]  # fmt: skip
-    came_down = killed_again_and_again(home, ROUNDS - ROUNDS // 3, flags, KEYS)
-    assert came_down > 0, "nothing went down to the bucket"
+    killed_again_and_again(home, ROUNDS - ROUNDS // 3, flags, KEYS)
 
 
-def killed_again_and_again(home: Path, rounds: int, more: list[str], env: dict[str, str]) -> int:
-    """How many chunks lay in the last tier when a round was judged."""
+@pytest.mark.parametrize(("came_back", "demanded"), [(0, 0), (100, 0), (0, 100)])
+def test_few_lives_say_what_they_did_not_exercise_and_many_must(
+    came_back: int, demanded: int
+) -> None:
+    with pytest.warns(UserWarning, match="in 2 lives") as told:
+        judge_exercise(2, came_back, demanded)
+    assert ("came back" in str(told[0].message)) == (came_back == 0)
+    assert ("demanded" in str(told[0].message)) == (demanded == 0)
+    with pytest.raises(AssertionError, match="in 3 lives"):
+        judge_exercise(3, came_back, demanded)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        judge_exercise(2, 100, 100)
+
+
+def judge_exercise(rounds: int, came_back: int, demanded: int) -> None:
+    """Whether enough happened for the other claims to mean something. A few lives may end before
+    anything was stored: then it is said, and nothing has failed."""
+    lacking = []
+    if came_back <= rounds:
+        lacking.append(f"{came_back} chunks came back")
+    if demanded <= rounds // 3:
+        lacking.append(f"{demanded} chains were demanded")
+    said = f"hardly anything was exercised in {rounds} lives: {', '.join(lacking)}"
+    if lacking and rounds >= ENOUGH:
+        raise AssertionError(said)
+    if lacking:
+        warnings.warn(f"{said} (CRASH_ROUNDS={ROUNDS})", stacklevel=2)
+
+
+def fill_the_last_tier(socket: str, journal: Journal) -> None:
+    """Store beside the writers until something lies in the last tier: whether it does would
+    otherwise depend on how long the first lives happen to be."""
+    end = time.monotonic() + FILL_S
+    with Client(socket, timeout_s=20) as client:
+        handle = client.register(spec())
+        for n in range(100_000):
+            if client.stat()["tiers"][-1]["chunks"]:
+                return
+            assert time.monotonic() < end, "nothing went down to the last tier"
+            name = f"fill-{n}"
+            hashes = chain(name, LENGTH)
+            journal.write("tried", name)
+            data = [content(h, SIZE) for h in hashes]
+            client.store_chunks(handle, hashes, fingerprints(hashes), data)
+
+
+def killed_again_and_again(home: Path, rounds: int, more: list[str], env: dict[str, str]) -> None:
     tier = home / "tier"
     flags = ["--nvme-path", str(tier), "--nvme-limit", str(LIMIT), "--nvme-reserve", "0", *more]
     chance = random.Random(SEED)
     journal = Journal(home / "journal")
-    came_back = came_down = demanded = 0
+    came_back = demanded = 0
     try:
         with DaemonProcess(arena_size=str(ARENA), args=flags, env=env) as daemon:
             for round_ in range(rounds):
                 writers = [Writer(n, round_, daemon.socket, journal) for n in range(WRITERS)]
                 for writer in writers:
                     writer.start()
+                if round_ == 0:
+                    fill_the_last_tier(daemon.socket, journal)
                 time.sleep(chance.uniform(0.05, 0.9))
                 daemon.kill()
                 for writer in writers:
@@ -272,12 +322,8 @@ def killed_again_and_again(home: Path, rounds: int, more: list[str], env: dict[s
                 came_back += there
                 demanded += asked
                 assert "Traceback" not in daemon.log, daemon.log
-                with Client(daemon.socket, timeout_s=20) as client:
-                    came_down += client.stat()["tiers"][-1]["chunks"]
     except AssertionError as error:
         raise AssertionError(f"CRASH_SEED={SEED}: {error}") from error
     finally:
         journal.close()
-    assert came_back > rounds, f"hardly anything came back: {came_back}, {journal.state()}"
-    assert demanded > rounds // 3, f"{demanded} chains in {rounds} lives: hardly any was demanded"
-    return came_down
+    judge_exercise(rounds, came_back, demanded)
