@@ -28,9 +28,10 @@ from kvd.core.evictions import Evictions
 from kvd.core.fetches import Fetches
 from kvd.core.hints import Hints, check
 from kvd.core.jobs import Jobs, Pause, Work, spent
-from kvd.core.leases import Leases, Unknown
+from kvd.core.leases import Leases
 from kvd.core.listing import Listing
 from kvd.core.loads import Loads
+from kvd.core.lookups import Lookups, Unknown
 from kvd.core.lower import Lower
 from kvd.core.prefetches import Prefetches
 from kvd.core.recollection import Part, Recollection, parts
@@ -109,6 +110,7 @@ class Core:
             self._store,
             self._answers,
             self._checks,
+            Lookups(self._store, self._leases),
             self._leases,
             self._transfers,
             self._reserves,

@@ -14,7 +14,8 @@ from kvd.core.answers import Answers
 from kvd.core.checks import Checks
 from kvd.core.fetches import Fetches
 from kvd.core.jobs import Work
-from kvd.core.leases import Lease, Leases, Unknown
+from kvd.core.leases import Lease, Leases
+from kvd.core.lookups import Lookups, Unknown
 from kvd.core.prefetches import Prefetches
 from kvd.core.reserves import Request, Reserves
 from kvd.core.reuses import Reuses
@@ -41,6 +42,7 @@ class Loads:
         store: Store,
         answers: Answers,
         checks: Checks,
+        lookups: Lookups,
         leases: Leases,
         transfers: Transfers,
         reserves: Reserves,
@@ -51,6 +53,7 @@ class Loads:
         self._store = store
         self._answers = answers
         self._checks = checks
+        self._lookups = lookups
         self._leases = leases
         self._transfers = transfers
         self._reserves = reserves
@@ -70,7 +73,7 @@ class Loads:
             shards = self._checks.shards(space, event.shards, self._checks.keys(event.hashes))
         except KvdError:
             return None
-        hashes = self._leases.unknown(space, event.hashes)
+        hashes = self._lookups.unknown(space, event.hashes)
         run = space.chained and not event.flags & _EVERY
         return Unknown(space.namespace_digest, shards, hashes, run)
 
@@ -86,7 +89,7 @@ class Loads:
             shards = self._checks.shards(space, event.shards, count)
         except KvdError:  # the lookup says so
             return
-        cell = self._leases.first(session, space, shards, event.hashes, event.fingerprints)
+        cell = self._lookups.first(session, space, shards, event.hashes, event.fingerprints)
         if cell >= 0 and cell not in self._fetches.by_cell:
             self._fetches.want_early(cell, space.namespace)
 
@@ -119,7 +122,7 @@ class Loads:
             )
         if event.lease_ns < 0:
             raise BadKey("lease_ns is below 0")
-        looked = self._leases.lookup(
+        looked = self._lookups.lookup(
             session,
             space,
             shards,

@@ -24,7 +24,7 @@ import numpy as np
 
 from kvd.chunk import IDENTITY_DTYPE, ChunkHeader, HeaderFlag, State
 from kvd.core import events as ev
-from kvd.core.leases import Unknown
+from kvd.core.lookups import Unknown
 from kvd.tiers import base as t
 
 if TYPE_CHECKING:
