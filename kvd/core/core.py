@@ -8,7 +8,6 @@ later; one that can't be carried out is answered with a typed error and has no e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -27,39 +26,33 @@ from kvd.core.descents import Descents
 from kvd.core.evictions import Evictions
 from kvd.core.fetches import Fetches
 from kvd.core.hints import Hints, check
-from kvd.core.jobs import Jobs, Pause, Work, spent
+from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.leases import Leases
 from kvd.core.listing import Listing
 from kvd.core.loads import Loads
 from kvd.core.lookups import Lookups, Unknown
 from kvd.core.lower import Lower
+from kvd.core.members import Members
+from kvd.core.policies import Policies
 from kvd.core.prefetches import Prefetches
-from kvd.core.recollection import Part, Recollection, parts
+from kvd.core.recollection import Part, Recollection
 from kvd.core.recovery import Found, Recovery
 from kvd.core.reserves import Reserves
 from kvd.core.reuses import Reuses
 from kvd.core.rooms import Rooms
 from kvd.core.scrubs import Scrubs
 from kvd.core.sealing import Seals
-from kvd.core.sessions import Session
-from kvd.core.stats import Reading, known, read, rows, shown, work_out
+from kvd.core.stats import Reading, known, rows
 from kvd.core.store import TOUCH_SLICE, Store
-from kvd.core.takeover import take_over
+from kvd.core.stores import Stores
 from kvd.core.tierevents import TierEvents
 from kvd.core.transfers import Transfers
-from kvd.core.writes import Write, Writes
-from kvd.errors import (
-    AuthError,
-    Busy,
-    InternalError,
-    KvdError,
-    LimitExceeded,
-    UnknownHandle,
-)
+from kvd.core.views import Views
+from kvd.core.writes import Writes
+from kvd.errors import KvdError
 from kvd.eviction.base import Policy
 
 _EXPIRE_SLICE: Final = 64  # things that fall due looked at in one event
-_RETRY_S: Final = 0.02  # a write takes about so long to be committed
 _LITTLE: Final = 16  # units, after which a Tick may begin something else
 _TOUCH_LIMIT: Final = 64  # deferred uses beyond which an event applies some itself
 
@@ -79,74 +72,59 @@ class Core:
 
     def __init__(self, config: CoreConfig, policy: Callable[[], Policy]) -> None:
         self.config = config
-        self._store = Store(config, policy(), [policy() for _ in config.tiers])
-        self._checks = Checks(self._store)
-        self._jobs = Jobs(self._store)
-        self._answers = Answers(self._store, self._jobs)
-        self._evictions = Evictions(self._store, self._jobs)
-        self._fetches = Fetches(self._store, self._jobs, self._evictions)
-        self._descents = Descents(self._store, self._fetches)
-        self._rooms = Rooms(self._store, self._jobs, self._fetches, self._descents)
-        self._scrubs = Scrubs(self._store, self._jobs, self._fetches)
-        self._prefetches = Prefetches(self._store, self._jobs, self._fetches)
-        self._seals = Seals(self._store)
-        self._demotions = Demotions(
-            self._store, self._jobs, self._evictions, self._rooms, self._seals.urge
-        )
-        self._writes = Writes(self._store)
-        ahead = Ahead(self._store, self._jobs, self._evictions)
-        self._reserves = Reserves(self._store, self._writes, self._evictions, ahead)
-        self._leases = Leases(self._store)
-        self._transfers = Transfers(self._store, self._jobs, self._fetches)
-        self._leases.ended = self._transfers.lease_ended
-        self._leases.kept = self._fetches.keep
-        self._leases.second = self._demotions.hit
-        self._listing = Listing(self._store, self._writes, self._rooms)
-        self._hints = Hints(self._store)
-        self._adoption = Adoption(self._store, self._writes, self._jobs)
-        self._recovery = Recovery(self._store, self._jobs, self._adoption)
-        self._reuses = Reuses(config)
-        self._loads = Loads(
-            self._store,
-            self._answers,
-            self._checks,
-            Lookups(self._store, self._leases),
-            self._leases,
-            self._transfers,
-            self._reserves,
-            self._prefetches,
-            self._reuses,
-            self._fetches,
-        )
-        self._tiers = TierEvents(
-            self._store,
-            self._jobs,
-            self._answers,
-            self._checks,
-            self._fetches,
-            self._demotions,
-            self._descents,
-            self._rooms,
-            self._scrubs,
-            self._recovery,
-        )
-        self._store.policy.begin_load = lambda: self._take_over(None)
-        for lower in self._store.ladder.lowers:
-            lower.policy.begin_load = partial(self._take_over, lower)
-        self._make_policy = policy
-        self._remembering = False
-        for name, _ in config.tenants:
-            self._weigh(name)
+        self._store = store = Store(config, policy(), [policy() for _ in config.tiers])
+        self._jobs = jobs = Jobs(store)
+        self._checks = checks = Checks(store)
+        self._answers = answers = Answers(store, jobs)
+        self._evictions = evictions = Evictions(store, jobs)
+        self._fetches = fetches = Fetches(store, jobs, evictions)
+        self._descents = Descents(store, fetches)
+        rooms = Rooms(store, jobs, fetches, self._descents)
+        self._scrubs = Scrubs(store, jobs, fetches)
+        self._prefetches = prefetches = Prefetches(store, jobs, fetches)
+        self._seals = Seals(store)
+        self._demotions = demotions = Demotions(store, jobs, evictions, rooms, self._seals.urge)
+        self._writes = writes = Writes(store)
+        reserves = Reserves(store, writes, evictions, Ahead(store, jobs, evictions))
+        self._leases = leases = Leases(store)
+        self._transfers = transfers = Transfers(store, jobs, fetches)
+        leases.ended = transfers.lease_ended
+        leases.kept = fetches.keep
+        leases.second = demotions.hit
+        self._hints = Hints(store)
+        self._adoption = adoption = Adoption(store, writes, jobs)
+        self._recovery = recovery = Recovery(store, jobs, adoption)
+        self._reuses = reuses = Reuses(config)
+        self._policies = Policies(store, jobs, policy)
         self._begun: int | None = None
+        lookups, listing = Lookups(store, leases), Listing(store, writes, rooms)
+        self._loads = Loads(
+            store, answers, checks, lookups, leases, transfers, reserves, prefetches, reuses,
+            fetches,
+        )  # fmt: skip
+        stores = Stores(store, answers, checks, reserves, writes, reuses)
+        members = Members(
+            store, jobs, answers, checks, leases, writes, fetches, demotions, adoption, recovery
+        )
+        self._views = Views(
+            store, answers, checks, listing, leases, writes, demotions, fetches, prefetches,
+            recovery, reuses,
+        )  # fmt: skip
+        self._tiers = TierEvents(
+            store, jobs, answers, checks, fetches, demotions, self._descents, rooms, self._scrubs,
+            recovery,
+        )  # fmt: skip
+        for name, _ in config.tenants:
+            members.weigh(name)
         self._handlers: dict[type, Callable[[Any], None]] = {
-            ev.OpenSession: self._open_session,
-            ev.CloseSession: self._close_session,
-            ev.LockFreed: self._lock_freed,
-            ev.SetTenant: self._set_tenant,
-            ev.RegisterSpec: self._register,
-            ev.Reserve: self._reserve,
-            ev.Commit: self._commit,
-            ev.Abort: self._abort,
+            ev.OpenSession: members.open_session,
+            ev.CloseSession: members.close_session,
+            ev.LockFreed: members.lock_freed,
+            ev.SetTenant: members.set_tenant,
+            ev.RegisterSpec: members.register,
+            ev.Reserve: stores.reserve,
+            ev.Commit: stores.commit,
+            ev.Abort: stores.abort,
             ev.Lookup: self._loads.lookup,
             ev.Load: self._loads.load,
             ev.Prefetch: self._loads.prefetch,
@@ -154,9 +132,9 @@ class Core:
             ev.Cancel: self._loads.cancel,
             ev.Renew: self._loads.renew,
             ev.Release: self._loads.release,
-            ev.Evict: self._evict,
-            ev.List: self._list,
-            ev.Stat: self._stat,
+            ev.Evict: self._views.evict,
+            ev.List: self._views.page,
+            ev.Stat: self._views.stat,
             ev.Hint: self._hint,
             ev.Sealed: lambda e: self._seals.sealed(e.record, e.generation, e.digest),
             ev.SealedMany: self._sealed_many,
@@ -171,7 +149,7 @@ class Core:
             ev.TierCommand: self._tiers.command,
             ev.Tick: self._tick,
             ev.Drain: self._drain,
-            ev.Remember: self._remember,
+            ev.Remember: self._policies.remember,
         }
 
     # -- the way in -----------------------------------------------------------------------------
@@ -231,12 +209,7 @@ class Core:
         """Take up what policies knew in an earlier life, by tier; of which tiers. Pre: before
         `adopt` and `recover`."""
         self._begin(now)
-        advices = [self._store.policy, *(low.policy for low in self._store.ladder.lowers)]
-        return [
-            advice.tier
-            for advice in advices
-            if advice.tier in known and advice.recall(self._make_policy, known[advice.tier], now)
-        ]
+        return self._policies.recall(known, now)
 
     def chunk_tokens(self, spec: bytes) -> int:
         """Tokens of a full chunk, 0 if the spec is unknown."""
@@ -245,9 +218,7 @@ class Core:
 
     def remember(self) -> Iterator[Part]:
         """All that policies know, for a daemon that ends. While it serves: Remember."""
-        while self._store.touches:
-            self._store.apply_touches(TOUCH_SLICE)
-        return filter(None, parts(self._store))
+        return self._policies.all()
 
     def adopt(
         self,
@@ -365,31 +336,18 @@ class Core:
 
     def stat(self, namespace: str | None = None) -> dict[str, Any]:
         """Sections of plain values; with a namespace, only its own tenant's."""
-        return {**shown(self.reading(namespace)), "reuse": self._reuses.stat(namespace)}
+        return self._views.all(namespace)
 
     def reading(self, namespace: str | None = None) -> Reading:
         """What `stat` shows, copied in a moment and not worked out yet."""
-        uptime = self._store.now - (self._begun or 0)
-        return read(
-            self._store,
-            self._leases,
-            self._writes,
-            uptime,
-            namespace,
-            {
-                "moving": self._demotions.moving,
-                "fetches_queued": self._fetches.queued,
-                "prefetch_bytes": self._prefetches.taken,
-                "records_waiting": self._recovery.waiting,
-            },
-        )
+        return self._views.reading(namespace)
 
     # -- time -----------------------------------------------------------------------------------
 
     def _begin(self, now: int) -> Store:
         store = self._store
         if self._begun is None:
-            self._begun = now
+            self._begun = self._views.begun = now
         store.out = []
         store.now = max(now, store.now)
         store.units = 0
@@ -446,155 +404,8 @@ class Core:
                 self._jobs.start(self._draining(lower))
                 break
 
-    def _remember(self, event: ev.Remember) -> None:
-        def job() -> Work[None]:
-            for part in parts(self._store):
-                if part:
-                    self._store.out.append(ac.Remembered(part))
-                yield Pause.SLICE
-            self._store.out.append(ac.Remembered(None))
-            self._remembering = False
-
-        if not self._remembering:
-            self._remembering = True
-            self._jobs.later(job())
-
-    def _take_over(self, lower: Lower | None) -> None:
-        """A policy has failed."""
-        advice = self._store.policy if lower is None else lower.policy
-        self._jobs.later(take_over(self._store, advice, lower))
-
     def _draining(self, lower: Lower) -> Work[None]:
         yield from self._demotions.drains.begin(lower)
-
-    # -- sessions -------------------------------------------------------------------------------
-
-    def _open_session(self, event: ev.OpenSession) -> None:
-        if self._store.sessions.get(event.session) is not None:
-            raise InternalError(f"session {event.session} is open already")
-        self._store.sessions.open(Session(*event))
-        self._store.spaces.name(event.namespace)
-        self._recovery.known()
-        self._store.counters.own["sessions_opened", ""] += 1
-
-    def _set_tenant(self, event: ev.SetTenant) -> None:
-        self._store.shares.set(event.namespace, event.rules)
-        self._weigh(event.namespace)
-
-    def _weigh(self, name: str) -> None:
-        """A tenant has the bandwidth of each tier below by its weight there."""
-        shares = self._store.shares
-        tenant = shares.find(name)
-        if tenant is None:
-            return
-        for number, tier in enumerate(shares.tiers[1:]):
-            weight = tier.told[tenant].weight
-            self._fetches.set_weight(number, name, weight)
-            self._demotions.set_weight(number, name, weight)
-
-    def _close_session(self, event: ev.CloseSession) -> None:
-        session = self._store.sessions.close(event.session)
-        if session is None:
-            return
-        session.stopped = event.stopped or not session.maps_memory
-        self._store.counters.own["sessions_closed", ""] += 1
-        self._jobs.start(self._leases.close(session))
-        self._jobs.start(self._writes.close(session))
-
-    def _lock_freed(self, event: ev.LockFreed) -> None:
-        for session in self._store.sessions.by_number.values():
-            if session.public_id == event.public_id:
-                session.stopped = True
-        self._jobs.start(self._writes.lock_freed(event.public_id))
-        self._adoption.lock_freed(event.public_id)
-        self._leases.lower_horizon()
-
-    # -- stores ---------------------------------------------------------------------------------
-
-    def _reserve(self, event: ev.Reserve) -> None:
-        session = self._checks.session(event.session)
-        space = self._checks.space(session, event.spec, event.kind)
-        ask = self._checks.request(
-            space,
-            event.shards,
-            event.hashes,
-            event.parent,
-            event.index0,
-            event.fingerprints,
-            event.tokens,
-            event.pos0,
-            event.flags,
-            event.ttl,
-        )
-        if self._store.shares.room_in_flight(space.tenant) == 0:
-            most = self._store.shares.rules(space.namespace).inflight
-            raise Busy(
-                f"bytes in flight: unfinished writes of the tenant hold all {most} bytes that they "
-                "may; commit some, and ask again",
-                _RETRY_S,
-            )
-        self._reuses.note(space, event.hashes, self._store.now, stored=True)
-        self._answers.start(event, self._reserves.reserve(session, ask))
-
-    def _write(self, event: ev.Commit | ev.Abort) -> tuple[Write, list[int]]:
-        session = self._checks.session(event.session)
-        write = session.writes.get(event.write)
-        if write is None:
-            raise UnknownHandle(f"write {event.write} is not an unfinished one of this session")
-        if event.items is None:
-            return write, write.granted()
-        return write, self._checks.items(event.items, len(write.items))
-
-    def _commit(self, event: ev.Commit) -> None:
-        write, items = self._write(event)
-        if event.digests is not None:
-            self._checks.column("digests", event.digests, ev.DIGEST_BYTES, len(items))
-        self._answers.start(event, self._writes.commit(write, items, event.digests))
-
-    def _abort(self, event: ev.Abort) -> None:
-        write, items = self._write(event)
-        self._answers.start(event, self._writes.abort(write, items))
-
-    # -- looking in -----------------------------------------------------------------------------
-
-    def _allowed(self, event: ev.Evict | ev.List) -> Session:
-        session = self._checks.session(event.session)
-        wanted = event.selector.namespace
-        if not session.admin and wanted is not None and wanted != session.namespace:
-            raise AuthError(f"namespace {wanted!r} is not this session's: it needs the admin role")
-        return session
-
-    def _evict(self, event: ev.Evict) -> None:
-        session = self._allowed(event)
-        result = self._listing.evict(
-            session, event.selector, event.dry_run, event.cursor, event.limit
-        )
-        self._answers.reply(event, result)
-
-    def _list(self, event: ev.List) -> None:
-        session = self._allowed(event)
-        page = self._listing.page(session, event.level, event.selector, event.cursor, event.limit)
-        self._answers.reply(event, page)
-
-    def _stat(self, event: ev.Stat) -> None:
-        session = self._checks.session(event.session)
-        own = None if session.admin else session.namespace
-        self._answers.start(event, self._told(session, own))
-
-    def _told(self, session: Session, namespace: str | None) -> Work[ac.StatResult]:
-        """All numbers are of the moment in which it was asked, whenever they are worked out."""
-        store = self._store
-        reading, reuse = self.reading(namespace), self._reuses.stat(namespace)
-        slices = work_out(reading, store.config.apart)
-        units = len(reading.counts) // 8  # the copy
-        while True:
-            if spent(store, units):
-                yield Pause.SLICE
-            try:
-                units = next(slices)
-            except StopIteration as done:
-                stat = {**done.value, "reuse": reuse, "namespace": session.namespace}
-                return ac.StatResult(stat)
 
     def _hint(self, event: ev.Hint) -> None:
         session = self._checks.session(event.session)
@@ -602,20 +413,3 @@ class Core:
         self._checks.keys(event.hashes)
         check(event)
         self._answers.start(event, self._hints.take(session, space, event))
-
-    # -- specs ----------------------------------------------------------------------------------
-
-    def _register(self, event: ev.RegisterSpec) -> None:
-        session = self._checks.session(event.session)
-        event.spec.validate()
-        spaces, digest = self._store.spaces, event.spec.digest
-        known = (session.namespace, digest) in spaces.known
-        # what others registered counts like what nobody did, or a full list would tell them apart
-        full = max(len(spaces.known), len(spaces.specs)) >= self.config.max_specs
-        if not known and full:
-            raise LimitExceeded(
-                f"no more than {self.config.max_specs} specs are kept, and so many are registered"
-            )
-        spaces.register(event.spec, session.namespace)
-        self._recovery.known()
-        self._answers.reply(event, ac.SpecResult(event.spec.digest))
