@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from kvd.chunk import ChunkHeader, HeaderFlag, Kind, KVSpec, State, namespace_digest
 from kvd.core import columns as col
 from kvd.core.actions import PatchRecord, WriteRecord
-from kvd.core.advice import Advice
 from kvd.core.columns import NONE
-from kvd.core.config import SECOND_NS
 from kvd.core.jobs import Jobs, Pause, Work, spent
+from kvd.core.records import Records, Rows, pages, raw
 from kvd.core.shares import NOBODY
 from kvd.core.slabs import DETACHED
 from kvd.core.spaces import Space
@@ -33,14 +32,13 @@ _UNKNOWN: Final = bytes(
     16
 )  # owner of slots whose record does not hold: any earlier session might write there
 
-Rows = NDArray[np.int64]
-
 
 class Adoption:
     """Runs once, before the first event; then it ends the hold."""
 
-    def __init__(self, store: Store, writes: Writes, jobs: Jobs) -> None:
+    def __init__(self, store: Store, writes: Writes, jobs: Jobs, told: Records) -> None:
         self._store = store
+        self._records = told
         self._writes = writes
         self._jobs = jobs
         self._earlier: set[bytes] = set()  # sessions of the earlier life that still hold a lock
@@ -231,7 +229,7 @@ class Adoption:
         if not len(mine):
             return np.zeros((0, 2), np.int64), mine
         words = raw(records["chunk"][mine]).view(np.uint64)
-        place, firsts = self.by_chunk(words, space)
+        place, firsts = self._records.by_chunk(words, space)
         lead = mine[firsts]  # the record that describes each chunk
         count = len(lead)
         base, first = chunks.take_rows(count), cells.take_rows(count * space.shards)
@@ -239,7 +237,7 @@ class Adoption:
             self._reject(where[mine], "geometry")
             return np.zeros((0, 2), np.int64), mine[:0]
         row = base + place
-        self.describe(space, records, lead, base, words[firsts])
+        self._records.describe(space, records, lead, base, words[firsts])
         store.index.load(base, count)
         keep = self._consistent(records, mine, lead[row - base], row, shard, space)
         keep &= self._link(space, records, mine, lead, base, row)
@@ -270,21 +268,6 @@ class Adoption:
             store.settle(empty)
         return np.stack([where[mine], cell], axis=1), there
 
-    def by_chunk(self, words: NDArray[np.uint64], space: Space) -> tuple[Rows, Rows]:
-        """Records by chunk, from their keys as [records, 4] words: (number of each record's
-        chunk, first record of each chunk)."""
-        mark = self._store.index.mix(words, space.number)
-        order = np.argsort(mark, kind="stable")
-        mark = mark[order]
-        same = mark[1:] == mark[:-1]
-        if not same.any():
-            return np.arange(len(words)), np.arange(len(words))
-        same &= (words[order[1:]] == words[order[:-1]]).all(axis=1)
-        starts = np.concatenate(([True], ~same))
-        place = np.empty(len(words), np.int64)
-        place[order] = np.cumsum(starts) - 1
-        return place, order[starts]
-
     def _consistent(
         self,
         records: NDArray[np.void],
@@ -310,31 +293,6 @@ class Adoption:
             once[np.unique(place, return_index=True)[1]] = True
             keep &= once
         return keep
-
-    def describe(
-        self,
-        space: Space,
-        records: NDArray[np.void],
-        lead: Rows,
-        base: int,
-        words: NDArray[np.uint64],
-    ) -> None:
-        chunks, now = self._store.chunks, self._store.now
-        rows = slice(base, base + len(lead))
-        chunks.np_space[rows] = space.number
-        chunks.np_key[rows] = words
-        chunks.np_child[rows] = chunks.np_cell[rows] = NONE
-        chunks.np_print[rows] = raw(records["fingerprint"][lead]).view(np.uint64)
-        chunks.np_index[rows] = index = records["index"][lead]
-        chunks.np_tokens[rows] = records["tokens"][lead]
-        chunks.np_flags[rows] = records["flags"][lead] & ~np.uint32(HeaderFlag.SEALED)
-        created = records["created_unix_ns"][lead]
-        chunks.np_born[rows] = created // SECOND_NS
-        last = created.astype(np.int64) - self._store.config.unix_offset_ns
-        chunks.np_last[rows] = np.minimum(last, now)
-        pos0 = records["pos0"][lead]
-        for n in np.flatnonzero(pos0 != index * np.uint64(space.spec.chunk_tokens)).tolist():
-            chunks.odd_pos0[base + n] = int(pos0[n])
 
     def _link(
         self,
@@ -414,8 +372,8 @@ class Adoption:
         space = store.spaces.of(chunks.space[int(rows[0])])
         queue = space.queues[1]
         store.residents[queue] += len(rows)
-        self.last_uses(rows, store.policy)
-        order = self.coldest_first(rows)
+        self._records.last_uses(rows, store.policy)
+        order = self._records.coldest_first(rows)
         store.policy.load(
             order,
             chunks.np_last[order],
@@ -425,47 +383,7 @@ class Adoption:
             ghosts=store.ghosts(order),
         )
 
-    def last_uses(self, rows: Rows, advice: Advice) -> None:
-        """When chunks were last used, as far as an earlier life has told; their creation stands
-        already."""
-        store, known = self._store, advice.recollection
-        if known is None:
-            return
-        at, found = known.find(store.ghosts(rows))
-        last = np.minimum(known.last[at[found]] - store.config.unix_offset_ns, store.now)
-        some = rows[found]
-        store.chunks.np_last[some] = np.maximum(store.chunks.np_last[some], last)
-
-    def coldest_first(self, rows: Rows) -> Rows:
-        """Rows by the youngest chunk in the subtree of each, deeper ones first: no chunk stands
-        before its own descendants."""
-        chunks = self._store.chunks
-        used = chunks.used
-        depth = chunks.np_index[:used].astype(np.int64)
-        depth[chunks.np_space[:used] != chunks.np_space[rows[0]]] = -1
-        youngest = chunks.np_last[:used].copy()
-        parent = chunks.np_parent[:used]
-        levels = np.argsort(-depth, kind="stable")
-        edges = np.flatnonzero(np.diff(depth[levels], prepend=np.int64(-2))).tolist()
-        for begin, end in zip(edges, [*edges[1:], used], strict=True):
-            level = levels[begin:end]
-            level = level[parent[level] != NONE]
-            np.maximum.at(youngest, parent[level], youngest[level])
-        order: Rows = rows[np.lexsort((-depth[rows], youngest[rows]))]
-        return order
-
 
 def _word(column: NDArray[Any], rows: Rows) -> NDArray[np.uint64]:
     """The first 8 bytes of a column of 32-byte values."""
     return np.ascontiguousarray(raw(column[rows])[:, :8]).view(np.uint64).reshape(-1)
-
-
-def raw(column: NDArray[Any]) -> NDArray[np.uint8]:
-    """A column of n-byte values as [rows, n]."""
-    packed = np.ascontiguousarray(column)
-    return packed.view(np.uint8).reshape(len(packed), packed.dtype.itemsize)
-
-
-def pages(nbytes: NDArray[Any]) -> NDArray[Any]:
-    """Sizes rounded up to 4 KiB."""
-    return -(-nbytes // 4096) * 4096

@@ -36,6 +36,7 @@ from kvd.core.members import Members
 from kvd.core.policies import Policies
 from kvd.core.prefetches import Prefetches
 from kvd.core.recollection import Part, Recollection
+from kvd.core.records import Records
 from kvd.core.recovery import Found, Recovery
 from kvd.core.reserves import Reserves
 from kvd.core.reuses import Reuses
@@ -92,8 +93,9 @@ class Core:
         leases.kept = fetches.keep
         leases.second = demotions.hit
         self._hints = Hints(store)
-        self._adoption = adoption = Adoption(store, writes, jobs)
-        self._recovery = recovery = Recovery(store, jobs, adoption)
+        told = Records(store)
+        self._adoption = adoption = Adoption(store, writes, jobs, told)
+        self._recovery = recovery = Recovery(store, jobs, told)
         self._reuses = reuses = Reuses(config)
         self._policies = Policies(store, jobs, policy)
         self._begun: int | None = None

@@ -16,17 +16,15 @@ from numpy.typing import NDArray
 from kvd.chunk import HeaderFlag, Kind, namespace_digest
 from kvd.core import columns as col
 from kvd.core.actions import TierDelete
-from kvd.core.adoption import Adoption, pages, raw
 from kvd.core.columns import NONE
 from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.lower import READY, Lower
+from kvd.core.records import Records, Rows, pages, raw
 from kvd.core.spaces import Space
 from kvd.core.store import Store
 
 _SLICE: Final = 128  # records taken up in one event, once the daemon serves
 _STRIDE: Final = 8192
-
-Rows = NDArray[np.int64]
 
 
 class Found(NamedTuple):
@@ -47,10 +45,10 @@ class Found(NamedTuple):
 class Recovery:
     """What waits for its spec or namespace stands in `_waiting`."""
 
-    def __init__(self, store: Store, jobs: Jobs, adoption: Adoption) -> None:
+    def __init__(self, store: Store, jobs: Jobs, told: Records) -> None:
         self._store = store
         self._jobs = jobs
-        self._adoption = adoption
+        self._records = told
         self._waiting: dict[tuple[bytes, bytes, int], list[Found]] = {}
 
     @property
@@ -150,7 +148,7 @@ class Recovery:
             return
         store, chunks = self._store, self._store.chunks
         words = raw(found.records["chunk"]).view(np.uint64)
-        place, firsts = self._adoption.by_chunk(words, space)
+        place, firsts = self._records.by_chunk(words, space)
         keys = words[firsts]
         rows = np.concatenate(
             [space.get_many(keys[n : n + _STRIDE].tobytes()) for n in range(0, len(keys), _STRIDE)]
@@ -201,7 +199,7 @@ class Recovery:
         base, first = chunks.take_rows(count), cells.take_rows(count * space.shards)
         if NONE in (base, first):
             return NONE
-        self._adoption.describe(space, records, lead, base, keys)
+        self._records.describe(space, records, lead, base, keys)
         rows = np.arange(base, base + count)
         chunks.np_parent[rows] = chunks.np_next[rows] = chunks.np_prev[rows] = NONE
         chunks.np_cell[rows] = first + np.arange(count) * space.shards
@@ -218,7 +216,7 @@ class Recovery:
         base = chunks.take_rows(count)
         if base == NONE:
             return NONE
-        self._adoption.describe(space, records, lead, base, keys)
+        self._records.describe(space, records, lead, base, keys)
         for row in range(base, base + count):
             chunks.parent[row] = chunks.next[row] = chunks.prev[row] = NONE
             chunks.cell[row] = cells.take(space.shards, row)
@@ -338,8 +336,8 @@ class Recovery:
         if store.holes[queue]:
             for filled in unique.tolist():
                 store.holes[queue].pop(filled, None)
-        self._adoption.last_uses(new, lower.policy)
-        order = self._adoption.coldest_first(new) if len(new) > _SLICE else new
+        self._records.last_uses(new, lower.policy)
+        order = self._records.coldest_first(new) if len(new) > _SLICE else new
         lower.policy.load(
             order,
             chunks.np_last[order],
