@@ -12,7 +12,9 @@ import pytest
 from arena_kit import NOW, SIZE, Open, Spawn
 
 from kvd.arena import ArenaMap, ArenaOwner, plan
+from kvd.arena import files as files_module
 from kvd.arena import owner as owner_module
+from kvd.arena.os_call import punch_hole
 from kvd.chunk import ChunkHeader, State
 from kvd.errors import ArenaError
 
@@ -120,7 +122,7 @@ def test_memory_that_others_gave_back_is_reserved_again(base: Path, open_arena: 
     first = open_arena()
     first.close()
     fd = os.open(base, os.O_RDWR)
-    owner_module.punch_hole(fd, 0, 64 << 10)
+    punch_hole(fd, 0, 64 << 10)
     os.close(fd)
     assert used(base) < SIZE
     assert open_arena().adopted and used(base) == SIZE
@@ -297,7 +299,7 @@ def test_an_arena_of_another_boot_or_instance_is_not_adopted(
     first = open_arena()
     first.close()
     with monkeypatch.context() as patch:
-        patch.setattr(owner_module, "_boot_id", lambda: b"b" * 16)
+        patch.setattr(files_module, "_boot_id", lambda: b"b" * 16)
         second = open_arena()
         assert not second.adopted
         second.close()
