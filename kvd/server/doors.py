@@ -20,7 +20,7 @@ import zmq
 
 from kvd.errors import ConfigError
 
-__all__ = ["ATTACH_SHARE", "LEAST_DESCRIPTORS", "LOCAL_SHARE", "REMOTE_SHARE", "Door", "mark"]
+__all__ = ["ATTACH_SHARE", "LOCAL_SHARE", "REMOTE_SHARE", "Door", "mark", "raise_limit"]
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,24 @@ PAUSE_S = (0.25, 8.0)  # of a door that is shut again and again: the first, the 
 CALM_S = 30.0  # so long open, and the pause is the first one again
 _EVENT = struct.Struct("=HI")  # of a monitor: what, and its value
 _HEARD = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+
+
+def raise_limit() -> None:
+    """Each client takes three or four descriptors: use all that we may have. ConfigError if that is
+    less than what this module can do with."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1 << 16 if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError) as error:
+            log.info("descriptor limit stays at %d: %s", soft, error)
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != resource.RLIM_INFINITY and allowed < LEAST_DESCRIPTORS:
+        raise ConfigError(
+            f"only {allowed} open files are allowed, at least {LEAST_DESCRIPTORS} are needed: "
+            "raise LimitNOFILE of the unit, or ulimit -n"
+        )
 
 
 def mark(share: float) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import resource
 import signal
 import time
 from contextlib import ExitStack
@@ -27,24 +26,24 @@ from kvd.server.config import Config
 from kvd.server.counters import Counters
 from kvd.server.desk import Desk
 from kvd.server.dispatch import Dispatcher
-from kvd.server.doors import LEAST_DESCRIPTORS, LOCAL_SHARE, Door, mark
+from kvd.server.doors import LOCAL_SHARE, Door, mark, raise_limit
 from kvd.server.endpoint import Endpoint
 from kvd.server.inline import Inline
 from kvd.server.ladder import RECOVER_AGAIN_S, WATCH_S, Ladder
 from kvd.server.limiter import Limiter
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
+from kvd.server.memory import Memory
 from kvd.server.notify import Notifier
 from kvd.server.recording import Recorder, no_record
 from kvd.server.remembering import Keeper
 from kvd.server.respond import Responder, new_router
 from kvd.server.sessions import Sessions
-from kvd.server.sizes import format_size
 from kvd.server.tcp import TcpEndpoint, TcpKeys, read_clients, read_secret_key
 from kvd.server.telemetry import Telemetry
 from kvd.server.tenancy import Tenancy, open_access, open_registry
 from kvd.server.tiers import check_plans, plan_directory, plan_tiers
-from kvd.server.transfers import Job, Transfers
+from kvd.server.transfers import Transfers
 from kvd.slices import short
 from kvd.wire import DEFAULT_LIMITS, Limits
 
@@ -57,7 +56,6 @@ IDLE_MS = 1000
 HAND_OVER_MS = 1
 STOP_WORKERS_S = 5.0
 DOOR_S = 0.5
-_PREFAULT_STEP = 64 << 20
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -96,7 +94,7 @@ class Server:
         config, undo = self.config, self._undo
         started_unix_ns = time.time_ns()
         undo.enter_context(short())  # the loop, and what it starts
-        _raise_descriptor_limit()
+        raise_limit()
         registry = open_registry(config)
         access = open_access(config, registry)
         keys = _tcp_keys(config)
@@ -209,10 +207,7 @@ class Server:
         self._listen(limits)
         self.telemetry.start(self.loop, self.desk.figures, responder)
         self._timers()
-        if not self._arena_is_whole:
-            self._reserve_more()
-        else:
-            self._prefault(0)
+        Memory(self.arena, opened.core, self.transfers).start()
         if config.gc_freeze:
             gc.collect()
             gc.freeze()
@@ -311,47 +306,6 @@ class Server:
         if self._notifier.watchdog_s is not None:
             self.loop.every(self._notifier.watchdog_s, lambda now: self._notifier.alive())
 
-    # -- the rest of the arena ------------------------------------------------------------------
-
-    @property
-    def _arena_is_whole(self) -> bool:
-        return self.arena.reserved >= self.arena.size
-
-    def _reserve_more(self) -> None:
-        self.transfers.submit(
-            Job("reserve memory", self.arena.reserve_step, self._reserved, background=True)
-        )
-
-    def _reserved(self, done: bool | None) -> None:
-        self.carrier.core.grow(self.arena.reserved)
-        if done is not False:
-            self._prefault(0)
-        if done is None:
-            log.error(
-                "only %s of the arena's %s could be reserved; serving with that",
-                format_size(self.arena.reserved),
-                format_size(self.arena.size),
-            )
-        elif done:
-            log.info("the arena's %s are reserved", format_size(self.arena.size))
-        else:
-            self._reserve_more()
-
-    def _prefault(self, offset: int) -> None:
-        """Fault the arena into our own mapping, step by step, once it is reserved: the worker
-        that hashes a payload would otherwise pay a fault for each of its pages."""
-        length = min(_PREFAULT_STEP, self.arena.reserved - offset)
-        if length <= 0:
-            return
-        self.transfers.submit(
-            Job(
-                "prefault memory",
-                lambda: self.arena.prefault(offset, length),
-                lambda _: self._prefault(offset + length),
-                background=True,
-            )
-        )
-
     # -- main loop ------------------------------------------------------------------------------
 
     def main_loop(self) -> None:
@@ -437,21 +391,3 @@ def _tcp_keys(config: Config) -> TcpKeys | None:
     return TcpKeys(
         read_secret_key(config.tcp_secret_key_file), read_clients(config.tcp_clients_file)
     )
-
-
-def _raise_descriptor_limit() -> None:
-    """Each client takes three or four descriptors: use all that we may have. ConfigError if that is
-    less than what kvd.server.doors can do with."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1 << 16 if hard == resource.RLIM_INFINITY else hard
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (OSError, ValueError) as error:
-            log.info("descriptor limit stays at %d: %s", soft, error)
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed != resource.RLIM_INFINITY and allowed < LEAST_DESCRIPTORS:
-        raise ConfigError(
-            f"only {allowed} open files are allowed, at least {LEAST_DESCRIPTORS} are needed: "
-            "raise LimitNOFILE of the unit, or ulimit -n"
-        )
