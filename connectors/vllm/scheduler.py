@@ -1,4 +1,4 @@
-"""The scheduler's side: what is there, what to load, what to store.
+"""The scheduler's side: what is there, and what to load; what to store is planned beside it.
 
 The law of this module: it runs inside the engine's loop, so nothing waits for the daemon; a match
 is a lease, and every lease is released on every path: loaded, not used, local hit as long,
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from itertools import count
 from typing import Any
 
 from kvd.chunk import NO_PARENT, Kind, KVSpec
@@ -19,10 +20,11 @@ from kvd.connectors.vllm.config import Options
 from kvd.connectors.vllm.daemon import Daemon
 from kvd.connectors.vllm.identity import other_seeds
 from kvd.connectors.vllm.keys import Adapters, ChunkKeys
-from kvd.connectors.vllm.metadata import LoadJob, StepPlan, StoreJob, WorkerReport
+from kvd.connectors.vllm.metadata import LoadJob, StepPlan, WorkerReport
 from kvd.connectors.vllm.request import Entry, Phase
 from kvd.connectors.vllm.room import Room
 from kvd.connectors.vllm.stats import Counts
+from kvd.connectors.vllm.stores import Stores
 from kvd.connectors.vllm.written import written_by
 from kvd.errors import DeadlineExceeded, KvdError, Unavailable
 from kvd.wire import LookupFlag
@@ -32,7 +34,6 @@ __all__ = ["SchedulerSide"]
 
 log = logging.getLogger("vllm.kvd")
 
-_PUSH_GRACE_S = 2.0
 _LOAD_TIME_S = 5.0  # a lease must have that much left when its load begins
 
 
@@ -56,19 +57,20 @@ class SchedulerSide:
         self._checked = False  # that the session's namespace is the one that was meant
         self._encoding = b""
         self._shards: tuple[int, ...] = ()
-        self._ranks = 1
         self._most = 0  # chunks in a lookup
         self._adapters = Adapters()
         self._entries: dict[str, Entry] = {}
         self._loads: list[LoadJob] = []
         self._written: set[int] = set()
-        self._storing: dict[int, tuple[float, int]] = {}  # job -> (begun, ranks to come)
-        self._jobs = 0
+        self._numbers = count(1)  # of jobs
+        self._stores = Stores(
+            options, self.daemon, self.counts, self._numbers, chunk_tokens, self._block_tokens
+        )
 
     def start(self, spec: KVSpec, ranks: int, seed: str = "", timeout_s: float = 2.0) -> None:
         """From now on requests are served. Waits `timeout_s` for a daemon at most; one that comes
         later will do. `seed`: of vLLM's none-hash, compared with that of other engines."""
-        self.spec, self._encoding, self._ranks = spec, spec.encode(), ranks
+        self.spec, self._encoding, self._stores.ranks = spec, spec.encode(), ranks
         self._shards = tuple(range(len(spec.shards)))
         self._most = min(4096, 16384 // len(spec.shards))
         try:
@@ -159,8 +161,7 @@ class SchedulerSide:
             rows.append(tuple(ids[i] if i in wanted and i < len(ids) else 0
                               for i in range(first * width, last * width)))  # fmt: skip
         lease = entry.lease
-        self._jobs += 1
-        entry.job = self._jobs
+        entry.job = next(self._numbers)
         entry.phase = Phase.LOADING
         entry.load_blocks = frozenset(i for row in rows for i in row if i)
         entry.stored = max(entry.stored, min(entry.leading, last))
@@ -174,9 +175,9 @@ class SchedulerSide:
 
     def break_load(self, request: Any, blocks: Sequence[Sequence[int]]) -> None:
         """The engine waits for a load that could not be planned: it is told to have failed."""
-        self._jobs += 1
         rows = tuple(tuple(ids) for ids in blocks)
-        self._loads.append(LoadJob(self._jobs, request.request_id, (0, 0, 0), 0, 1, rows))
+        job = LoadJob(next(self._numbers), request.request_id, (0, 0, 0), 0, 1, rows)
+        self._loads.append(job)
         entry = self._entries.get(request.request_id)
         if entry is not None:
             entry.phase, entry.load_blocks = Phase.LOADING, frozenset(i for r in rows for i in r)
@@ -286,66 +287,17 @@ class SchedulerSide:
         written, self._written = self._written, set()
         plan = StepPlan(self._encoding, loads)
         try:
-            if self._storing:
+            if self._stores:
                 plan.written = frozenset(written | written_by(output, self._block_tokens))
             if self.spec is not None and self.options.store_policy != "never":
-                plan.stores = self._stores(output)
+                plan.stores = self._stores.plan(output, self._entries)
         except Exception:  # the loads are promised, and the stores in flight must not go wrong
             log.exception("kvd: unexpected error while planning stores; going on without them")
             self.counts.add("errors")
             plan.stores, plan.all_written = [], True
-        for job in plan.stores:
-            self._storing[job.job] = (time.monotonic(), self._ranks)
         if not loads and not plan.stores:
             plan.spec = b""
         return plan
-
-    def _stores(self, output: Any) -> list[StoreJob]:
-        jobs = []
-        state = output.kv_connector_block_state
-        for name, scheduled in output.num_scheduled_tokens.items():
-            entry = self._entries.get(name)
-            if entry is None or entry.keys is None or state is None:
-                continue
-            request = entry.request
-            # Only what is hashed: neither drafts nor placeholders of tokens to come.
-            done = min(
-                (request.num_computed_tokens + scheduled) // self._chunk, entry.keys.available
-            )
-            if self.options.store_policy == "prompt":
-                done = min(done, request.num_prompt_tokens // self._chunk)
-            if done <= entry.stored:
-                continue
-            if not self.daemon.away:
-                job = self._store_job(entry, entry.stored, done, state.get_block_ids(name))
-                if job is not None:
-                    jobs.append(job)
-            else:
-                self.counts.add("dropped_chunks", done - entry.stored)
-            entry.stored = done
-        return jobs
-
-    def _store_job(
-        self, entry: Entry, begin: int, end: int, table: Sequence[Sequence[int]] | None
-    ) -> StoreJob | None:
-        assert entry.keys is not None
-        rows = []
-        for size, ids in zip(self._block_tokens, table or (), strict=True):
-            width = self._chunk // size
-            row = tuple(ids[begin * width : end * width])
-            if len(row) != (end - begin) * width or 0 in row:
-                return None  # not all of its blocks are (still) there
-            rows.append(row)
-        self._jobs += 1
-        keys = entry.keys
-        return StoreJob(
-            self._jobs,
-            keys.hashes(begin, end),
-            keys.fingerprints(begin, end),
-            keys.parent(begin),
-            begin,
-            tuple(rows),
-        )
 
     def worker_output(
         self, received: Iterable[str], failed: Iterable[str], invalid: Iterable[int],
@@ -367,10 +319,7 @@ class SchedulerSide:
                 del self._entries[name]
         if report is None:
             return
-        for job, ranks in report.stored.items():
-            begun, left = self._storing.pop(job, (0.0, 0))
-            if left > ranks:
-                self._storing[job] = (begun, left - ranks)
+        self._stores.told(report)
         if report.lost_daemon:
             self.daemon.failed(Unavailable("a worker lost the daemon"))
 
@@ -391,12 +340,7 @@ class SchedulerSide:
     def has_push_work(self) -> bool:
         """Stores are on their way, and not for longer than they may be; or a grant that nobody
         wants any more."""
-        if self.daemon.expected:
-            return True
-        if not self._storing:
-            return False
-        oldest = min(begun for begun, _ in self._storing.values())
-        return time.monotonic() - oldest < self.options.store_deadline_s + _PUSH_GRACE_S
+        return self.daemon.expected or self._stores.awaited
 
     def reset(self) -> bool:
         """Forget what is stored under this identity (weights changed, or an operator asks)."""

@@ -402,7 +402,7 @@ def test_loads_are_compared_with_their_digests_when_asked(daemon: DaemonProcess)
 
 
 @pytest.mark.parametrize(
-    "where", ["_look_up", "_take_answer", "_stores", "_store_job", "allocated", "worker_output"]
+    "where", ["_look_up", "_take_answer", "plan", "_job", "allocated", "worker_output"]
 )
 def test_an_error_inside_a_hook_is_counted_and_the_engine_goes_on(
     engine: Engine, where: str, monkeypatch: pytest.MonkeyPatch
@@ -416,9 +416,10 @@ def test_an_error_inside_a_hook_is_counted_and_the_engine_goes_on(
         raise ZeroDivisionError(where)
 
     scheduler = engine.connector._scheduler
+    storing = where in ("plan", "_job")
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler, where, broken)
-        engine.add("b", prompt(200, 21) if where.startswith("_store") else tokens)
+        patch.setattr(scheduler._stores if storing else scheduler, where, broken)
+        engine.add("b", prompt(200, 21) if storing else tokens)
         end = time.monotonic() + 10
         while engine.requests and time.monotonic() < end:
             engine.step()
@@ -426,7 +427,7 @@ def test_an_error_inside_a_hook_is_counted_and_the_engine_goes_on(
     assert engine.counts["errors"] >= 1
     for entry in scheduler._entries.values():
         entry.let_go(scheduler.daemon)
-    scheduler._storing.clear()
+    scheduler._stores._under_way.clear()
     engine.forget()
     assert engine.ask("c", tokens) == 192
 
