@@ -32,7 +32,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
 from kvd import __version__
 from kvd.server.figures import pause
 from kvd.telemetry.exported import Exported, Point, Series
-from kvd.telemetry.table import MetricKind
+from kvd.telemetry.metric import MetricKind
 
 __all__ = ["Otlp", "OtlpTarget", "requests"]
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from kvd.telemetry.metric import Metric, MetricKind
 from kvd.telemetry.sections import SECTIONS
 from kvd.telemetry.server import SERVER_METRICS
-from kvd.telemetry.table import METRICS, Metric, MetricKind
+from kvd.telemetry.table import METRICS
 
 __all__ = ["EXPORTED", "Exported", "Point", "Series", "series"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from kvd.telemetry.table import MetricKind
+from kvd.telemetry.metric import MetricKind
 
 __all__ = ["SECTIONS", "Section", "Shown"]
 

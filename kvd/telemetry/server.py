@@ -6,7 +6,7 @@ its own, and none of these.
 
 from __future__ import annotations
 
-from kvd.telemetry.table import Metric, MetricKind
+from kvd.telemetry.metric import Metric, MetricKind
 
 __all__ = ["SERVER_METRICS"]
 
