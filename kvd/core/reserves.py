@@ -272,9 +272,10 @@ class Reserves:
             got = self._free(write, shard)
             if isinstance(got, Outcome):
                 outcome = got
-            elif got < 0:
-                return b""
             else:
+                assert isinstance(got, int)
+                if got < 0:
+                    return b""
                 write.items.append(None)
                 item = self._writes.grant(write, len(write.items) - 1, row, shard, got)
                 if item is None:
@@ -326,7 +327,10 @@ class Reserves:
         """A slot for a shard as a record number, or why there is none. Others may come first
         while it waits for room."""
         got = self._free(write, shard)
-        if isinstance(got, Outcome) or got >= 0:
+        if isinstance(got, Outcome):
+            return got
+        assert isinstance(got, int)
+        if got >= 0:
             return got
         store, session = self._store, write.session
         size, tenant = write.space.slot_sizes[shard], write.space.tenant
@@ -345,8 +349,9 @@ class Reserves:
         store.slabs.give(record)
         return outcome
 
-    def _free(self, write: Write, shard: int) -> int | Outcome:
-        """A slot that is free already, or why there can be none; NO_ROOM if one may become free."""
+    def _free(self, write: Write, shard: int) -> object:
+        """A slot that is free already (int), or why there can be none (Outcome); NO_ROOM if one may
+        become free. To a compiler `int | Outcome` is an int, and which of both it was is lost."""
         store, tenant = self._store, write.space.tenant
         size = write.space.slot_sizes[shard]
         if store.now >= write.deadline:
