@@ -13,6 +13,7 @@ from kvd.chunk.header import FLAG_SEALED
 from kvd.core import columns as col
 from kvd.core.actions import PatchRecord, Seal
 from kvd.core.store import Store
+from kvd.native import named
 
 _LOOKS: Final = 256  # cells looked at in one event; many may be gone by now
 
@@ -44,7 +45,8 @@ class Seals:
             row = cells.chunk[cell]
             space = store.spaces.of(store.chunks.space[row])
             nbytes = space.nbytes[cell - store.chunks.cell[row]]
-            store.out.append(Seal(record, generation, store.slabs.offset(record), nbytes))
+            offset = store.slabs.offset(record)
+            store.out.append(named(Seal, (record, generation, offset, nbytes, False)))
 
     def urge(self, cell: int) -> None:
         """Take a digest now: a demotion waits for it. Pre: the cell is ready and not sealed."""
@@ -72,7 +74,7 @@ class Seals:
             cells.set_digest(cell, digest)
             cells.marks[cell] = (cells.marks[cell] | col.SEALED) & ~col.SEALING & 0xFF
             flags = store.chunks.flags[cells.chunk[cell]] | FLAG_SEALED
-            store.out.append(PatchRecord(record, flags=flags, digest=digest))
+            store.out.append(named(PatchRecord, (record, None, None, flags, digest)))
             store.counters.own["shards_sealed", "daemon"] += 1
         elif same:
             cells.marks[cell] &= ~col.SEALING & 0xFF

@@ -33,6 +33,7 @@ from kvd.core.slabs import DETACHED, Slabs
 from kvd.core.spaces import Space, Spaces
 from kvd.core.timers import Timers
 from kvd.eviction.base import Policy
+from kvd.native import named
 
 _NO_ID: Final = bytes(16)
 STAY_WEIGHT: Final = 0.01
@@ -367,7 +368,7 @@ class Store:
 
     def free_slot(self, record: int, *, earlier: bool = False) -> None:
         """The slot's generation changes now, before anybody can get it."""
-        self.out.append(PatchRecord(record, state=State.FREE, generation=self.generation()))
+        self.out.append(named(PatchRecord, (record, State.FREE, self.generation(), None, None)))
         if earlier and self.hold:
             self.slabs.set_cell(record, DETACHED)
             self.held.append(record)
@@ -446,7 +447,7 @@ class Store:
         shard = cell - chunks.cell[row]
         sealed = cells.marks[cell] & col.SEALED
         index = chunks.index[row]
-        return ChunkHeader(
+        values = (
             space.kind,
             state,
             space.namespace_digest,
@@ -466,12 +467,14 @@ class Store:
             session,
             chunks.born[row] * SECOND_NS,
             cells.digest_of(cell) if sealed else _NO_ID,
+            0,
         )
+        return named(ChunkHeader, values)
 
     def write_record(self, cell: int, state: State, session: bytes = _NO_ID) -> None:
         cells = self.cells
         header = self.header(cell, state, cells.generation[cell], session)
-        self.out.append(WriteRecord(cells.record[cell], header))
+        self.out.append(named(WriteRecord, (cells.record[cell], header)))
 
     def ghost(self, row: int) -> int:
         """64 bits that stand for a chunk in a policy's memory of what it evicted."""
@@ -488,7 +491,7 @@ class Store:
 
     def use(self, row: int) -> None:
         """This chunk and all its ancestors were used now; applied after the reply."""
-        self.touches.append(Use(row, self.chunks.word[4 * row], self.now))
+        self.touches.append(named(Use, (row, self.chunks.word[4 * row], self.now)))
 
     def touch(self, rows: NDArray[np.int64]) -> None:
         """The same of many."""

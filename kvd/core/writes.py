@@ -24,7 +24,7 @@ from kvd.core.sessions import Session
 from kvd.core.slabs import DETACHED
 from kvd.core.spaces import Space
 from kvd.core.store import Store
-from kvd.native import plain_members
+from kvd.native import named, plain_members
 
 _COMMITTED: Final = {Outcome.OK: "ok", Outcome.EVICTED: "evicted", Outcome.EXPIRED: "expired"}
 
@@ -115,7 +115,7 @@ class Writes:
         write.open += 1
         config = store.config
         offset, nbytes = store.slabs.offset(record), space.nbytes[shard]
-        ref = SlotRef(config.arena, record, offset, nbytes, cells.generation[cell])
+        ref = named(SlotRef, (config.arena, record, offset, nbytes, cells.generation[cell]))
         item = write.items[place] = Item(cell, size, ref)
         self._writer[cell] = (write, item)
         store.recount(row)
@@ -205,7 +205,7 @@ class Writes:
                 store.sealed.append(cell)
         elif store.config.seals_in_flight:
             store.unsealed.append(cell)
-        store.out.append(PatchRecord(item.record, state=State.READY, flags=flags, digest=digest))
+        store.out.append(named(PatchRecord, (item.record, State.READY, None, flags, digest)))
         chunks.writing[row] -= 1
         if not store.resident(row):
             space.chunks += 1

@@ -27,6 +27,7 @@ from kvd.errors import (
     UnknownSession,
     VersionError,
 )
+from kvd.native import named
 from kvd.server.counters import Counters
 from kvd.server.inline import Inline
 from kvd.server.limiter import LIMITED, Limiter
@@ -309,7 +310,7 @@ class Dispatcher:
             make(request, message)
             return
         event = _SAME_FIELDS[kind]
-        self._host.feed(event(request.session.number, request, *message))
+        self._host.feed(named(event, (request.session.number, request, *message)))
 
     def _register_spec(self, request: Request, message: m.RegisterSpec) -> None:
         self._host.register_spec(request, KVSpec.decode(message.spec))
@@ -357,7 +358,7 @@ class Dispatcher:
         self._host.end(request.session, "bye")
 
 
-_SAME_FIELDS: dict[type, Callable[..., Any]] = {
+_SAME_FIELDS: dict[type, type[Any]] = {
     m.Reserve: ev.Reserve,
     m.Commit: ev.Commit,
     m.Abort: ev.Abort,

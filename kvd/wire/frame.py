@@ -12,6 +12,7 @@ from struct import Struct
 from typing import NamedTuple
 
 from kvd.errors import ProtocolError
+from kvd.native import named
 from kvd.wire.limits import DEFAULT_LIMITS, Limits, over
 from kvd.wire.versions import MAJOR, MINOR, check_version
 
@@ -166,7 +167,7 @@ def decode_frame(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Frame:
         raise ProtocolError("reserved bits of the header are set")
     if ack > request and not flags & 1:
         raise ProtocolError(f"request {request} acknowledges a later one, {ack}")
-    return Frame(
+    values = (
         minor,
         op,
         flags,
@@ -181,6 +182,7 @@ def decode_frame(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Frame:
         frames,
         data[HEADER_BYTES:],
     )
+    return named(Frame, values)
 
 
 def check_payload(frame: Frame, sizes: Sequence[int], limits: Limits = DEFAULT_LIMITS) -> None:
