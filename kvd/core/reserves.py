@@ -304,6 +304,7 @@ class Reserves:
                     if got in _ENDS:
                         ended = got
                 else:
+                    assert isinstance(got, int)
                     if old and self._store.is_empty(row):
                         # what it had was lost while a slot was waited for: another chunk begins
                         self._describe(ask, i, row)
@@ -323,7 +324,7 @@ class Reserves:
             self._writes.take_back(write, places + n)
         return bytes(results).replace(bytes([Outcome.GRANTED]), bytes([ended]))
 
-    def _slot(self, write: Write, row: int, shard: int) -> Work[int | Outcome]:
+    def _slot(self, write: Write, row: int, shard: int) -> Work[object]:
         """A slot for a shard as a record number, or why there is none. Others may come first
         while it waits for room."""
         got = self._free(write, shard)
