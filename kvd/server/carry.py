@@ -18,6 +18,7 @@ from kvd.core import CoreFault
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.errors import ErrorCode
+from kvd.native import named
 from kvd.server.counters import Counters
 from kvd.server.transfers import Job, Transfers
 
@@ -69,6 +70,10 @@ class Carrier:
         self._waiting: deque[Any] = deque()
         self._busy = False
         self._seals: list[ac.Seal] = []  # of the list under way
+        # Slots (record, generation) whose seals wait for a pause, and those of them that somebody
+        # could not wait for: these need not be hashed once more.
+        self._put_off: set[tuple[int, int]] = set()
+        self._overtaken: set[tuple[int, int]] = set()
         self._carry: dict[type, Callable[[Any], None]] = {
             ac.Reply: self._reply,
             ac.Fail: self._fail,
@@ -224,24 +229,39 @@ class Carrier:
         self._submit_seal(group, background=True)
 
     def _submit_seal(self, seals: list[ac.Seal], *, background: bool) -> None:
-        view = self._arena.view
+        view, overtaken = self._arena.view, self._overtaken
         views = [view[seal.offset : seal.offset + seal.length] for seal in seals]
+        slots = [(seal.record, seal.generation) for seal in seals]
+        if background:
+            self._put_off.update(slots)
+        else:
+            overtaken.update(self._put_off.intersection(slots))
 
-        def done(digests: list[bytes] | None) -> None:
-            told = digests or [b""] * len(seals)
-            self.feed(
-                ev.SealedMany(
-                    [
-                        ev.Sealed(seal.record, seal.generation, digest)
-                        for seal, digest in zip(seals, told, strict=True)
-                    ]
-                )
-            )
+        def run() -> list[bytes | None]:
+            """None where a job that somebody waits for has come in between."""
+            return [
+                None if background and slot in overtaken else payload_digest(view)
+                for slot, view in zip(slots, views, strict=True)
+            ]
+
+        def done(digests: list[bytes | None] | None) -> None:
+            if digests is None:
+                digests = [None if background and slot in overtaken else b"" for slot in slots]
+            told = [
+                named(ev.Sealed, (*slot, digest))
+                for slot, digest in zip(slots, digests, strict=True)
+                if digest is not None
+            ]
+            if background:
+                self._put_off.difference_update(slots)
+                overtaken.difference_update(slots)
+            if told:
+                self.feed(ev.SealedMany(told))
 
         self._transfers.submit(
             Job(
                 f"seal record {seals[0].record}",
-                lambda: [payload_digest(view) for view in views],
+                run,
                 done,
                 background=background,
                 gathers=background,

@@ -186,6 +186,37 @@ def test_a_seal_that_somebody_waits_for_goes_alone_and_at_once() -> None:
     assert records == [[1], [0, 2]]
 
 
+def test_a_seal_that_was_put_off_is_not_taken_again_once_somebody_could_not_wait_for_it() -> None:
+    later = [ac.Seal(n, 10 + n, 64 * n, 64) for n in range(3)]
+    world = Sealing(later)
+    world.carrier.feed(ev.Tick())
+    world.wanted = [ac.Seal(1, 11, 64, 64, urgent=True)]
+    world.carrier.feed(ev.Tick())
+    put_off, urgent = world.jobs
+    for job in (urgent, put_off):
+        job.done(job.run())
+    told = [event.seals for event in world.events if isinstance(event, ev.SealedMany)]
+    assert told == [
+        [ev.Sealed(1, 11, world.digest(later[1]))],
+        [ev.Sealed(n, 10 + n, world.digest(later[n])) for n in (0, 2)],
+    ]
+    # the slot's next chunk is sealed like any other
+    world.wanted = [ac.Seal(1, 20, 64, 64)]
+    world.carrier.feed(ev.Tick())
+    world.jobs[-1].done(world.jobs[-1].run())
+    assert world.events[-1] == ev.SealedMany([ev.Sealed(1, 20, world.digest(later[1]))])
+
+
+def test_seals_that_were_all_overtaken_tell_nothing() -> None:
+    world = Sealing([ac.Seal(1, 11, 64, 64)])
+    world.carrier.feed(ev.Tick())
+    world.wanted = [ac.Seal(1, 11, 64, 64, urgent=True)]
+    world.carrier.feed(ev.Tick())
+    events = len(world.events)
+    world.jobs[0].done(world.jobs[0].run())
+    assert len(world.events) == events
+
+
 def test_large_payloads_are_sealed_in_several_jobs_so_that_none_takes_long() -> None:
     world = Sealing([ac.Seal(n, n, 0, 16 << 20) for n in range(1, 6)])
     world.carrier.feed(ev.Tick())
