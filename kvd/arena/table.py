@@ -43,7 +43,6 @@ from kvd.chunk import (
     IDENTITY_DTYPE,
     RECORD_DTYPE,
     ChunkHeader,
-    patch_check,
     verify_table,
 )
 from kvd.errors import ArenaError
@@ -53,8 +52,7 @@ _AT: dict[str, int] = {name: place[1] for name, place in (RECORD_DTYPE.fields or
 _STATE_AT, _GENERATION_AT, _FLAGS_AT, _DIGEST_AT = (
     _AT[name] for name in ("state", "generation", "flags", "digest")
 )
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-_NEVER = bytes(8)  # in place of a record's magic
+_U32 = struct.Struct("<I")
 _REGISTRY_HALF = REGISTRY_BYTES // 2
 _REGISTRY_HEAD = struct.Struct("<QQQ")  # sequence, length, check of both and the body
 
@@ -85,9 +83,9 @@ class RecordTable:
         raw = self._mapping.bytes
         self._raw = raw.data
         self._quads: memoryview[int] = self._raw[: len(raw) // 8 * 8].cast("Q")
-        self._changed = bytearray(HEADER_BYTES)  # the record that is being changed
-        self._whole = memoryview(self._changed)
-        self._checked = self._whole[:CHECKED_BYTES]
+        self._new = memoryview(bytearray(HEADER_BYTES))  # the record that is on its way in
+        self._words_of_new = self._new.cast("Q")
+        self._checked = self._new[:CHECKED_BYTES]
         self._records = geometry.records
         self._per_slab = geometry.records_per_slab
         self._begin = geometry.record_at(0)
@@ -100,7 +98,8 @@ class RecordTable:
 
     def close(self) -> None:
         self._checked.release()
-        self._whole.release()
+        self._words_of_new.release()
+        self._new.release()
         self._quads.release()
         self._raw.release()
         del self.records, self._words, self._slabs
@@ -146,7 +145,8 @@ class RecordTable:
         """Replace the record of a slot. ArenaError if no assigned slab has such a slot, ValueError
         if a field does not fit."""
         self._check(record)
-        self._store(self._begin + record * HEADER_BYTES, header.pack())
+        self._new[:] = header.pack()
+        self._store(self._begin + record * HEADER_BYTES)
 
     def patch(
         self,
@@ -159,22 +159,22 @@ class RecordTable:
         """Change some fields of a record that is there. ArenaError if none was ever written."""
         self._check(record)
         at = self._begin + record * HEADER_BYTES
-        raw = self._changed
-        self._whole[:] = self._raw[at : at + HEADER_BYTES]
-        if raw.startswith(_NEVER):
+        raw = self._new
+        raw[:] = self._raw[at : at + HEADER_BYTES]
+        if not self._words_of_new[0]:
             raise ArenaError(f"record {record} was never written, so it can't be changed")
         if state is not None:
             raw[_STATE_AT] = state
         if generation is not None:
-            _U64.pack_into(raw, _GENERATION_AT, generation)
+            self._words_of_new[_GENERATION_AT >> 3] = generation
         if flags is not None:
             _U32.pack_into(raw, _FLAGS_AT, flags)
         if digest is not None:
             if len(digest) != 16:
                 raise ValueError(f"a payload digest has 16 bytes, got {len(digest)}")
             raw[_DIGEST_AT : _DIGEST_AT + 16] = digest
-        patch_check(raw, self._checked)
-        self._store(at, raw)
+        self._words_of_new[-1] = xxhash.xxh3_64_intdigest(self._checked)
+        self._store(at)
 
     def recover(self) -> None:
         """Take over from an owner that was killed: finish the record that it was writing, and
@@ -195,15 +195,16 @@ class RecordTable:
                 self._slabs[slab] = self._sizes[slab] = 0
                 self._bad_slabs.append(slab)
 
-    def _store(self, at: int, raw: bytes | bytearray) -> None:
+    def _store(self, at: int) -> None:
+        """The new record goes into the table."""
         # Against SIGKILL, program order is enough: what this process stored stays in the page.
         # Against readers on other CPUs Python has no barrier to give: x86 keeps stores in order;
         # on weaker machines the reply that follows through a socket orders them.
-        quads = self._quads
-        self._raw[REDO_AT : REDO_AT + HEADER_BYTES] = raw
+        raw, quads = self._raw, self._quads
+        raw[REDO_AT : REDO_AT + HEADER_BYTES] = self._new
         quads[REDO] = (at - self._begin) // HEADER_BYTES + 1
-        quads[(at + _GENERATION_AT) >> 3] = _U64.unpack_from(raw, _GENERATION_AT)[0]
-        self._raw[at : at + HEADER_BYTES] = raw
+        quads[(at + _GENERATION_AT) >> 3] = self._words_of_new[_GENERATION_AT >> 3]
+        raw[at : at + HEADER_BYTES] = self._new
         quads[REDO] = 0
 
     def _check(self, record: int) -> None:

@@ -257,8 +257,6 @@ def verify_table(table: NDArray[np.void]) -> NDArray[np.bool_]:
     return holds
 
 
-def patch_check(record: bytearray | memoryview, body: memoryview | None = None) -> None:
-    """Recompute the check sum of a record (512 writable bytes) after a change of fields. `body`: a
-    view of what it covers, from who keeps one."""
-    covered = record[:CHECKED_BYTES] if body is None else body
-    _CHECK.pack_into(record, CHECKED_BYTES, xxhash.xxh3_64_intdigest(covered))
+def patch_check(record: bytearray | memoryview) -> None:
+    """Recompute the check sum of a record (512 writable bytes) after a change of fields."""
+    _CHECK.pack_into(record, CHECKED_BYTES, xxhash.xxh3_64_intdigest(record[:CHECKED_BYTES]))

@@ -14,7 +14,7 @@ from typing import Final
 from kvd.core.evictions import Evictions, Found, Search
 from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.spaces import Space
-from kvd.core.store import TOUCH_SLICE, Store
+from kvd.core.store import Store
 
 _SWEEP: Final = 256
 
@@ -53,8 +53,8 @@ class Ahead:
         search = Search()
         try:
             while self._short(size, wanted) and self._may(size, tenant):
-                if store.touches:
-                    store.apply_touches(TOUCH_SLICE)
+                if store.touches.waiting:
+                    store.touches.apply()
                 if store.husks:
                     store.sweep(_SWEEP)  # who has only husks below is a leaf
                 found = evictions.evict_one(size, search, tenant)

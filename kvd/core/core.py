@@ -44,7 +44,7 @@ from kvd.core.rooms import Rooms
 from kvd.core.scrubs import Scrubs
 from kvd.core.sealing import Seals
 from kvd.core.stats import Reading, known, rows
-from kvd.core.store import TOUCH_SLICE, Store
+from kvd.core.store import Store
 from kvd.core.stores import Stores
 from kvd.core.tierevents import TierEvents
 from kvd.core.transfers import Transfers
@@ -167,7 +167,7 @@ class Core:
             except KvdError as error:
                 self._answers.refuse(event, error)
             if len(store.touches) > _TOUCH_LIMIT:
-                store.apply_touches(TOUCH_SLICE)
+                store.touches.apply()
             if self._reuses.crowded():
                 self._reuses.apply()
             if store.layered:
@@ -276,7 +276,7 @@ class Core:
     def busy(self) -> bool:
         """Whether a Tick would go on with work that is under way."""
         store = self._store
-        if self._jobs.busy or store.touches or store.husks or self._seals.waiting:
+        if self._jobs.busy or store.touches.waiting or store.husks or self._seals.waiting:
             return True
         if self._reuses.waiting:
             return True
@@ -392,7 +392,7 @@ class Core:
     def _tick(self, event: ev.Tick) -> None:
         """A slice of whatever is under way."""
         store = self._store
-        left = store.apply_touches(TOUCH_SLICE)
+        left = store.touches.apply()
         if left > 0:
             store.sweep(64)
             self._jobs.step()

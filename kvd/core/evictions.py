@@ -20,7 +20,7 @@ from kvd.core.columns import NONE
 from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.reclass import Reclass
 from kvd.core.shares import NOBODY
-from kvd.core.store import TOUCH_SLICE, Store
+from kvd.core.store import Store
 from kvd.native import plain_members
 
 _SKIPS: Final = 64  # candidates that are passed over at a time, and then put behind the others
@@ -92,8 +92,8 @@ class Evictions:
                 return record
             if self._take_slab(size):
                 continue
-            if store.touches:
-                store.apply_touches(TOUCH_SLICE)
+            if store.touches.waiting:
+                store.touches.apply()
             if store.husks:
                 store.sweep(_SWEEP)  # who has only husks below is a leaf
             owed = self._owed(size, tenant)
@@ -167,7 +167,7 @@ class Evictions:
         while use.full(tenant, size):
             if size > use.maximum[tenant]:
                 return False
-            store.apply_touches(TOUCH_SLICE)
+            store.touches.apply()
             if store.layered and (not until or store.now < until) and self.thinning(size, tenant):
                 until = until or self._wait()
                 yield Pause.DEMOTION

@@ -393,7 +393,7 @@ class Fetches:
         counts["shards_promoted", "ahead" if fetch.ahead else kind] += 1
         store.recount(row)
         if fetch.ahead > store.now:  # who said that he would come has it for fresh
-            store.use(row)
+            store.touches.use(row)
         elif row in store.transients:
             if fetch.ahead:  # too late: nobody came for it
                 store.fleeting.append(row)

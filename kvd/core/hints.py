@@ -112,7 +112,7 @@ class Hints:
         store = self._store
         due = store.now + int(store.stay_ns / PATIENCE)
         if not patient or due <= store.now or self._rows + len(over.rows) > _MOST_WAITING:
-            store.over(over.rows, over.words)
+            store.touches.over(over.rows, over.words)
             return
         number = store.handle()
         self._waiting[number] = over
@@ -125,7 +125,7 @@ class Hints:
         self._rows -= len(over.rows)
         unused = store.chunks.np_last[over.rows] <= over.when
         if unused.any():
-            store.over(over.rows[unused], over.words[unused])
+            store.touches.over(over.rows[unused], over.words[unused])
 
     def _private(self, rows: list[int], below: int) -> list[int]:
         """What no other session shares, from the leaf on: up to the first chunk that has anything

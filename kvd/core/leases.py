@@ -93,9 +93,9 @@ class Leases:
         store.counters.tenant(space.namespace)["leases_given", ""] += 1
         if space.chained and len(rows) > 1:
             follows = chunks.np_parent[rows[1:]] == rows[:-1]
-            store.touch(rows[np.append(~follows, True)])  # the last of each chain
+            store.touches.touch(rows[np.append(~follows, True)])  # the last of each chain
         else:
-            store.touch(rows)
+            store.touches.touch(rows)
         return lease
 
     def _hit(self, rows: Rows) -> None:

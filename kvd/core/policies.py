@@ -16,7 +16,7 @@ from kvd.core.advice import Advice
 from kvd.core.jobs import Jobs, Pause, Work
 from kvd.core.lower import Lower
 from kvd.core.recollection import Part, Recollection, parts
-from kvd.core.store import TOUCH_SLICE, Store
+from kvd.core.store import Store
 from kvd.core.takeover import take_over
 from kvd.eviction.base import Policy
 
@@ -46,8 +46,8 @@ class Policies:
 
     def all(self) -> Iterator[Part]:
         """As `Core.remember`."""
-        while self._store.touches:
-            self._store.apply_touches(TOUCH_SLICE)
+        while self._store.touches.waiting:
+            self._store.touches.apply()
         return filter(None, parts(self._store))
 
     def remember(self, event: ev.Remember) -> None:

@@ -141,7 +141,7 @@ class Reserves:
             raise
         there = [row for row in rows if store.chunks.ready[row]]
         if there:  # who would store it again has used it
-            store.use(there[-1])
+            store.touches.use(there[-1])
         for n, row in enumerate(pinned):
             store.unpin(row)
             if n % 32 == 31 and spent(store):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,29 +32,12 @@ from kvd.core.shares import PUBLIC, Shares, TierUse
 from kvd.core.slabs import DETACHED, Slabs
 from kvd.core.spaces import Space, Spaces
 from kvd.core.timers import Timers
+from kvd.core.touches import Touches
 from kvd.eviction.base import Policy
 from kvd.native import named
 
 _NO_ID: Final = bytes(16)
 STAY_WEIGHT: Final = 0.01
-TOUCH_SLICE: Final = 512  # chunks whose recency is applied at once
-
-
-class Touch(NamedTuple):
-    """Uses, or what is said to be over, that policies are not told of yet."""
-
-    rows: NDArray[np.int64]
-    words: NDArray[np.uint64]  # of each one's key: the row may be another's by then
-    when: int
-    over: bool
-
-
-class Use(NamedTuple):
-    """The use of one chunk, that policies are not told of yet."""
-
-    row: int
-    word: int  # as in Touch
-    when: int
 
 
 class Store:
@@ -92,7 +75,7 @@ class Store:
         self.residents: list[int] = []  # by queue: chunks in the policy
         self.husks: deque[int] = deque()  # rows that may be empty by now
         self.pinned: dict[int, int] = {}  # chunks that a request in progress relies on
-        self.touches: deque[Touch | Use] = deque()  # what policies are not told yet
+        self.touches = Touches(self)
         self.unsealed: deque[int] = deque()  # cells
         self.leased_chunks = 0
         self.writing_bytes = 0
@@ -486,66 +469,3 @@ class Store:
         salts = np.array(self.spaces.salts, np.uint64)
         ghosts: NDArray[np.uint64] = self.chunks.np_key[rows, 1] ^ salts[self.chunks.np_space[rows]]
         return ghosts
-
-    # -- recency --------------------------------------------------------------------------------
-
-    def use(self, row: int) -> None:
-        """This chunk and all its ancestors were used now; applied after the reply."""
-        self.touches.append(named(Use, (row, self.chunks.word[4 * row], self.now)))
-
-    def touch(self, rows: NDArray[np.int64]) -> None:
-        """The same of many."""
-        if len(rows) == 1:
-            self.use(int(rows[0]))
-        else:
-            self.touches.append(Touch(rows, self.chunks.np_key[rows, 0], self.now, False))
-
-    def over(self, rows: NDArray[np.int64], words: NDArray[np.uint64]) -> None:
-        """These chunks, from leaf to root, are said not to be used again: in every tier they go
-        first, as soon as the uses before are applied. `words`: of the keys that are meant."""
-        self.touches.append(Touch(rows, words, self.now, True))
-
-    def apply_touches(self, budget: int) -> int:
-        """Apply what was deferred, oldest first; what is left of the budget."""
-        chunks = self.chunks
-        while self.touches and budget > 0:
-            told = self.touches.popleft()
-            if isinstance(told, Use):
-                row = told.row
-                if chunks.word[4 * row] == told.word and chunks.space[row]:
-                    budget -= self._used(row, told.when)
-                budget -= 1
-                continue
-            rows, words, when, over = told
-            here = (chunks.np_key[rows, 0] == words) & (chunks.np_space[rows] != 0)
-            if over:
-                if len(rows) > budget:  # the end, nearest to the root, comes first
-                    rest = len(rows) - budget
-                    self.touches.appendleft(Touch(rows[:rest], words[:rest], when, over))
-                    rows, here = rows[rest:], here[rest:]
-                some = rows[here].tolist()
-                budget -= len(some) + 1
-                for advice in (self.policy, *(lower.policy for lower in self.ladder.lowers)):
-                    advice.cool(some, when)
-                continue
-            for n, row in enumerate(rows.tolist()):
-                if budget <= 0:
-                    self.touches.appendleft(Touch(rows[n:], words[n:], when, over))
-                    break
-                if here[n]:
-                    budget -= self._used(row, when)
-                budget -= 1
-        return budget
-
-    def _used(self, row: int, when: int) -> int:
-        """Tell of a use of a chunk and its ancestors; how many these are."""
-        parent = self.chunks.parent
-        chain: list[int] = []
-        while row != NONE:
-            chain.append(row)
-            row = parent[row]
-        chain.reverse()
-        self.policy.touch(chain, when)
-        for lower in self.ladder.lowers:
-            lower.policy.touch(chain, when)
-        return len(chain)

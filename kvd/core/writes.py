@@ -183,7 +183,7 @@ class Writes:
             if spent(store):
                 yield Pause.SLICE
         if last != NONE and store.chunks.ready[last]:
-            store.use(last)
+            store.touches.use(last)
         self.drop_if_done(write)
         return OutcomesResult(bytes(outcomes))
 

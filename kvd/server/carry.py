@@ -78,7 +78,6 @@ class Carrier:
             ac.Reply: self._reply,
             ac.Fail: self._fail,
             ac.WriteRecord: self._write_record,
-            ac.PatchRecord: self._patch_record,
             ac.AssignSlab: self._assign_slab,
             ac.LeaseHorizon: self._lease_horizon,
             ac.Seal: self._start_seal,
@@ -148,13 +147,16 @@ class Carrier:
         broken: Exception | None = None
         last = len(actions) - 1
         for n, action in enumerate(actions):
+            kind = type(action)
             try:
-                if n < last and type(action) is ac.PatchRecord and _freed(action, actions[n + 1]):
-                    continue  # the next one replaces all of the record, or goes wrong
-                if broken is not None and isinstance(action, ac.Reply):
+                if kind is ac.PatchRecord:  # most are
+                    if n == last or not _freed(action, actions[n + 1]):
+                        self._arena.patch_record(*action)
+                    # else the next one replaces all of the record, or goes wrong
+                elif broken is not None and kind is ac.Reply:
                     self._give_up(action.request, broken)
                 else:
-                    self._carry[type(action)](action)
+                    self._carry[kind](action)
             except Exception as error:  # must not take the actions behind it along
                 log.exception("action failed: %s", type(action).__name__)
                 self._counters.reason("faults", "action")
@@ -182,9 +184,6 @@ class Carrier:
     def _write_record(self, action: ac.WriteRecord) -> None:
         self._arena.write_record(action.record, action.header)
 
-    def _patch_record(self, action: ac.PatchRecord) -> None:
-        self._arena.patch_record(*action)
-
     def _assign_slab(self, action: ac.AssignSlab) -> None:
         self._arena.assign_slab(action.slab, action.slot_size)
 
@@ -202,7 +201,7 @@ class Carrier:
     def _free_after_all(self, action: ac.PatchRecord) -> None:
         """What was to replace this record could not be written: it must not stay as it was."""
         try:
-            self._patch_record(action)
+            self._arena.patch_record(*action)
         except Exception:  # the actions behind it still go
             log.exception("action failed: PatchRecord")
             self._counters.reason("faults", "action")

@@ -1,0 +1,123 @@
+"""Uses of chunks that policies have not been told of yet.
+
+The law of this module: a reply does not wait for recency. A use is noted in a microsecond and told
+after the reply, oldest first, in every tier; what has another chunk in its row by then is passed
+over.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvd.core.columns import NONE
+from kvd.native import named
+
+if TYPE_CHECKING:
+    from kvd.core.store import Store
+
+TOUCH_SLICE: Final = 512  # chunks whose recency is applied at once
+
+
+class Touch(NamedTuple):
+    """Uses, or what is said to be over."""
+
+    rows: NDArray[np.int64]
+    words: NDArray[np.uint64]  # of each one's key: the row may be another's by then
+    when: int
+    over: bool
+
+
+class Use(NamedTuple):
+    """The use of one chunk."""
+
+    row: int
+    word: int  # as in Touch
+    when: int
+
+
+class Touches:
+    """What was noted, in the order of time."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._noted: deque[Touch | Use] = deque()
+
+    def __len__(self) -> int:
+        return len(self._noted)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to be told."""
+        return bool(self._noted)
+
+    # -- as they come ---------------------------------------------------------------------------
+
+    def use(self, row: int) -> None:
+        """This chunk and all its ancestors were used now."""
+        store = self._store
+        self._noted.append(named(Use, (row, store.chunks.word[4 * row], store.now)))
+
+    def touch(self, rows: NDArray[np.int64]) -> None:
+        """The same of many."""
+        if len(rows) == 1:
+            self.use(int(rows[0]))
+            return
+        store = self._store
+        self._noted.append(Touch(rows, store.chunks.np_key[rows, 0], store.now, False))
+
+    def over(self, rows: NDArray[np.int64], words: NDArray[np.uint64]) -> None:
+        """These chunks, from leaf to root, are said not to be used again: in every tier they go
+        first, as soon as the uses before are applied. `words`: of the keys that are meant."""
+        self._noted.append(Touch(rows, words, self._store.now, True))
+
+    # -- after the reply ------------------------------------------------------------------------
+
+    def apply(self, budget: int = TOUCH_SLICE) -> int:
+        """Tell what was noted, oldest first; what is left of the budget, in chunks."""
+        store, chunks, noted = self._store, self._store.chunks, self._noted
+        while noted and budget > 0:
+            told = noted.popleft()
+            if isinstance(told, Use):
+                row = told.row
+                if chunks.word[4 * row] == told.word and chunks.space[row]:
+                    budget -= self._used(row, told.when)
+                budget -= 1
+                continue
+            rows, words, when, over = told
+            here = (chunks.np_key[rows, 0] == words) & (chunks.np_space[rows] != 0)
+            if over:
+                if len(rows) > budget:  # the end, nearest to the root, comes first
+                    rest = len(rows) - budget
+                    noted.appendleft(Touch(rows[:rest], words[:rest], when, over))
+                    rows, here = rows[rest:], here[rest:]
+                some = rows[here].tolist()
+                budget -= len(some) + 1
+                for advice in (store.policy, *(lower.policy for lower in store.ladder.lowers)):
+                    advice.cool(some, when)
+                continue
+            for n, row in enumerate(rows.tolist()):
+                if budget <= 0:
+                    noted.appendleft(Touch(rows[n:], words[n:], when, over))
+                    break
+                if here[n]:
+                    budget -= self._used(row, when)
+                budget -= 1
+        return budget
+
+    def _used(self, row: int, when: int) -> int:
+        """Tell of a use of a chunk and its ancestors; how many these are."""
+        store = self._store
+        parent = store.chunks.parent
+        chain: list[int] = []
+        while row != NONE:
+            chain.append(row)
+            row = parent[row]
+        chain.reverse()
+        store.policy.touch(chain, when)
+        for lower in store.ladder.lowers:
+            lower.policy.touch(chain, when)
+        return len(chain)
