@@ -5,7 +5,8 @@ its slab's table holds; payload first, then its record; the record first, when i
 index file that could disagree, and never a file a chunk.
 """
 
-from kvd.tiers.nvme.backend import NvmeBackend, NvmeConfig
+from kvd.tiers.nvme.backend import NvmeBackend
 from kvd.tiers.nvme.choose import ENGINES
+from kvd.tiers.nvme.config import NvmeConfig
 
 __all__ = ["ENGINES", "NvmeBackend", "NvmeConfig"]

@@ -170,6 +170,10 @@ class Slab:
     def give_back(self, slot: int) -> None:
         self._freed.append(slot)
 
+    def at(self, slots: NDArray[np.intp]) -> NDArray[np.uint64]:
+        """What `Place.at` says of them."""
+        return slots.astype(np.uint64) | np.uint64(self.geometry.number << 32)
+
     # -- records --------------------------------------------------------------------------------
 
     def write_record(self, slot: int, header: ChunkHeader) -> None:
