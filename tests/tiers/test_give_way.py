@@ -40,12 +40,12 @@ def gives_way(rig: Rig) -> float:
 def test_a_free_worker_has_the_job_when_the_caller_goes_on(rig: Rig) -> None:
     chunk = Chunk(1)
     place = rig.one(chunk.write()).place
-    rig.until(lambda: all(worker.task is None for worker in rig.tier._workers))
+    rig.until(lambda: all(worker.task is None for worker in rig.tier._crew.workers))
     rig.faults.add("get", Fault.HANG)
     job = chunk.read(place)
     rig.tier.submit([job])
     assert gives_way(rig) < LONG_S / 4
-    assert [worker.task for worker in rig.tier._workers] == [[job]]
+    assert [worker.task for worker in rig.tier._crew.workers] == [[job]]
     assert not rig.tier._waiting
     rig.faults.release()
     assert rig.wait([job])[0].answer is Answer.OK
