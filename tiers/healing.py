@@ -143,6 +143,11 @@ class Healing:
             self._failed(refused)
             answer = Answer.TIMEOUT if refused.answer is Answer.TIMEOUT else Answer.FAILED
             return Completion(job, answer, reason=refused.reason, detail=refused.detail)
+        except Exception as error:
+            log.exception("tier %s: a probe went wrong", self._name)
+            refused = failed(Reason.OTHER, f"{type(error).__name__}: {error}")
+            self._failed(refused)
+            return Completion(job, Answer.FAILED, reason=refused.reason, detail=refused.detail)
         with self._lock:
             self._health.reset()
         return Completion(job, Answer.OK, detail=self.report.detail)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from nvme_kit import MIB, du, rig, script, slabs
 from tiers_kit import Chunk, Rig, chunks
 
 from kvd.chunk import HEADER_BYTES, ChunkHeader
-from kvd.tiers.base import Answer, Key, Place, State
+from kvd.tiers.base import Answer, Key, Place, Probe, Reason, State
 from kvd.tiers.nvme.layout import PAGE, Geometry
 from kvd.tiers.nvme.posix import DirectFile, Engine, File, PosixEngine
 from kvd.tiers.nvme.slab import table_of
@@ -235,6 +236,78 @@ def test_a_directory_that_was_removed_heals_when_it_can_be_made_again(
     one.until(lambda: one.tier.state is State.READY)
     place = one.one(Chunk(2).write()).place
     assert one.one(Chunk(2).read(place)).answer is Answer.OK and len(slabs(home)) == 1
+    one.close()
+
+
+def test_what_is_asked_of_a_directory_that_is_gone_is_answered_and_holds_nothing(
+    tmp_path: Path,
+) -> None:
+    """Its last slab has just become empty, and how much room there is can't be told."""
+    home = tmp_path / "tier"
+    one = rig(home, reserve_bytes=1)
+    chunk, other = Chunk(1), Chunk(2)
+    place, there = (one.one(c.write()).place for c in (chunk, other))
+    assert one.one(chunk.delete(place)).answer is Answer.OK
+    shutil.rmtree(home)
+    assert one.one(other.delete(there)).answer is Answer.OK
+    for _ in range(2):
+        done = one.one(chunk.write())
+        assert done.answer is Answer.FAILED and done.reason is not Reason.OTHER, done
+    usage = one.tier.usage()
+    assert (usage.chunks, usage.used_bytes, usage.held_bytes) == (0, 0, 0)
+    one.close()
+
+
+class Raising(PosixEngine):
+    """One write, when it is `armed`, ends with something that is no OSError."""
+
+    armed = False
+
+    def open(self, path: Path) -> File:
+        file = super().open(path)
+        kept = file.write
+
+        def raising(at: int, memory: memoryview) -> None:
+            if Raising.armed:
+                Raising.armed = False
+                raise RuntimeError("a driver's own")
+            kept(at, memory)
+
+        file.write = raising  # type: ignore[method-assign]
+        return file
+
+
+def test_a_fault_of_an_engine_leaves_no_slot_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.tiers.nvme.choose.PosixEngine", Raising)
+    one = rig(tmp_path)
+    one.one(Chunk(1).write())
+    before = one.tier.usage()
+    monkeypatch.setattr(Raising, "armed", True)
+    done = one.one(Chunk(2).write())
+    assert (done.answer, done.detail) == (Answer.FAILED, "RuntimeError: a driver's own")
+    assert one.tier.usage() == before
+    place = one.one(Chunk(2).write()).place
+    assert one.one(Chunk(2).read(place)).answer is Answer.OK and one.tier.usage().chunks == 2
+    one.close()
+
+
+def test_a_probe_that_goes_wrong_is_answered_and_its_worker_lives_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = rig(tmp_path)
+
+    def wrong(deadline: int, *, write: bool) -> None:
+        raise RuntimeError("a driver's own")
+
+    monkeypatch.setattr(one.tier.backend, "probe", wrong)  # type: ignore[attr-defined]
+    for _ in range(6):  # more than there are workers
+        done = one.one(Probe("p", one.tier._clock() + 10**10))  # type: ignore[attr-defined]
+        assert (done.answer, done.detail) == (Answer.FAILED, "RuntimeError: a driver's own")
+    assert one.tier.stat().pending == 0
+    monkeypatch.undo()
+    assert one.one(Chunk(1).write()).answer is Answer.OK
     one.close()
 
 

@@ -111,6 +111,9 @@ class NvmeBackend(Backend):
         except OSError as error:
             self._undo(taken, wrote=wrote)
             raise refusal(error) from error
+        except BaseException:  # a fault of an engine's: the slot is free all the same
+            self._undo(taken, wrote=wrote)
+            raise
         self._slabs.written(taken)
         return Stored(taken.place)
 

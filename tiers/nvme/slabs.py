@@ -188,7 +188,10 @@ class Slabs:
                 raise failed(
                     Reason.NOT_FOUND, f"{self._directory.path} was removed", permanent=True
                 )
-            left = self._directory.free_bytes() - size
+            try:
+                left = self._directory.free_bytes() - size
+            except OSError as error:
+                raise refusal(error) from error
             if left < self._config.reserve_bytes:
                 self._notes["reserve_refusals"] += 1
                 raise Refused(
@@ -275,11 +278,18 @@ class Slabs:
         if reuse:
             slab.give_back(slot)
             self._offer(slab)
-        short = not slab.live and self._directory.free_bytes() < self._config.reserve_bytes
-        if short and not slab.users and not slab.lost:
+        if not slab.live and not slab.users and not slab.lost and self._short():
             self._notes["returned_slabs"] += 1  # others need the disk: it gets what we don't use
             self._retire(slab)
             self._held -= slab.geometry.file_bytes
+
+    def _short(self) -> bool:
+        """Whether the file system has less than is kept free. One that can't be asked, for its
+        directory is gone, gets nothing back."""
+        try:
+            return self._directory.free_bytes() < self._config.reserve_bytes
+        except OSError:
+            return False
 
     def _offer(self, slab: Slab) -> None:
         """Its free slots may be taken. Pre: the lock is held, or no other call runs."""
@@ -312,7 +322,10 @@ class Slabs:
         self._slabs.pop(slab.geometry.number, None)
         self._free.get(slab.geometry.slot_bytes, {}).pop(slab.geometry.number, None)
         slab.lost = True
-        slab.remove()
+        try:
+            slab.remove()
+        except OSError as error:  # of a directory that can't be written any more
+            log.warning("tier nvme: %s can't be removed: %s", slab.path, error.strerror)
         if not slab.users:
             slab.close()
 
