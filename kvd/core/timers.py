@@ -33,11 +33,13 @@ class Timers:
         entries[Due(kind, number)] = due
 
     def remove(self, due: int, kind: str, number: int) -> None:
-        """Pre: it was added with this `due`; one that has been popped is passed over."""
-        bucket = due >> _SHIFT
-        entries = self._buckets.get(bucket)
+        """Pre: it was added with this `due`; one that has been popped is passed over, and so is one
+        that was added anew since, maybe into the same bucket."""
+        entries = self._buckets.get(due >> _SHIFT)
         if entries is not None:
-            entries.pop((kind, number), None)  # type: ignore[call-overload]
+            entry = Due(kind, number)
+            if entries.get(entry) == due:
+                del entries[entry]
 
     def pop(self, now: int) -> Due | None:
         """One thing that was due at `now` or before."""

@@ -179,6 +179,21 @@ def test_a_lease_expires_by_the_clock_and_renew_puts_it_off(world: World) -> Non
     assert isinstance(client.load(lease.lease), ac.Fail)
 
 
+@pytest.mark.parametrize("later_ns", [0, 1, 10_000_000, 20_000_000, -10_000_000])
+def test_a_lease_that_is_renewed_to_nearly_the_same_moment_ends_then(
+    world: World, later_ns: int
+) -> None:
+    client = world.open()
+    client.register(ONE)
+    keys = chain("p", 3)
+    client.store(ONE, keys)
+    lease = client.lease(ONE, keys, lease=10 * S)
+    expiry = client.renew(lease.lease, 10 * S + later_ns).expiry
+    world.advance(expiry - world.now)
+    assert world.tier["leased_chunks"] == 0
+    assert isinstance(client.load(lease.lease), ac.Fail)
+
+
 def test_the_horizon_follows_the_latest_lease_that_there_is(world: World) -> None:
     """So a next life holds nothing back for the readers of leases that had ended."""
     client = world.open()

@@ -140,7 +140,10 @@ def test_many_rows_enter_at_once(before: int) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from(["add", "remove", "pop"]), st.integers(0, 200)), max_size=80)
+    st.lists(
+        st.tuples(st.sampled_from(["add", "move", "remove", "pop"]), st.integers(0, 200)),
+        max_size=80,
+    )
 )
 def test_timers_fall_due_in_time_and_no_earlier(some: list[tuple[str, int]]) -> None:
     timers, twin = Timers(), {}
@@ -150,6 +153,12 @@ def test_timers_fall_due_in_time_and_no_earlier(some: list[tuple[str, int]]) -> 
             due = now + value * 3_000_000
             timers.add(due, "lease", number)
             twin[number] = due
+        elif what == "move" and twin:  # as a renewed lease: the new one first
+            moved = list(twin)[value % len(twin)]
+            before, twin[moved] = twin[moved], now + value * 1_000_000
+            timers.add(twin[moved], "lease", moved)
+            if before != twin[moved]:
+                timers.remove(before, "lease", moved)
         elif what == "remove" and twin:
             number = list(twin)[value % len(twin)]
             timers.remove(twin.pop(number), "lease", number)
