@@ -1,10 +1,9 @@
 """What all parts of the core share: rows, slots, spaces, the policy, and the life of a chunk.
 
 The law of this module: a chunk's row exists while it has bytes (here or in a tier below), a writer,
-a lease, or children. One with
-children only is a *hole*: its children are orphans, in no leading run, and the first to go. All
-changes of a chunk's counts end in `settle`, which alone moves it in and out of the policy, the
-holes and the index.
+a lease, or children. One with children only is a *hole*: its children are orphans, in no leading
+run, and the first to go. All changes of a chunk's counts end in `settle`, which alone moves it in
+and out of the policy, the holes and the index.
 """
 
 from __future__ import annotations

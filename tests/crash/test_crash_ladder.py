@@ -14,7 +14,6 @@ import subprocess
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,9 @@ KEYS = {
     "AWS_CONFIG_FILE": "/dev/null",
     "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
 }
-ENOUGH = 3  # lives, of which something must come back
+MORE = (
+    9  # lives beyond, until enough was demanded: one that begins with full tiers may demand nothing
+)
 FILL_S = 30.0  # in which something goes down to the last tier: a second, as a rule
 CALL_S = 0.7  # how long a writer waits for a daemon that was killed
 OK = Outcome.OK
@@ -249,36 +250,6 @@ def test_the_same_holds_with_a_bucket_behind_the_disk(home: Path, seaweed: Seawe
     killed_again_and_again(home, ROUNDS - ROUNDS // 3, flags, KEYS)
 
 
-@pytest.mark.parametrize(("came_back", "demanded"), [(0, 0), (100, 0), (0, 100)])
-def test_few_lives_say_what_they_did_not_exercise_and_many_must(
-    came_back: int, demanded: int
-) -> None:
-    with pytest.warns(UserWarning, match="in 2 lives") as told:
-        judge_exercise(2, came_back, demanded)
-    assert ("came back" in str(told[0].message)) == (came_back == 0)
-    assert ("demanded" in str(told[0].message)) == (demanded == 0)
-    with pytest.raises(AssertionError, match="in 3 lives"):
-        judge_exercise(3, came_back, demanded)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        judge_exercise(2, 100, 100)
-
-
-def judge_exercise(rounds: int, came_back: int, demanded: int) -> None:
-    """Whether enough happened for the other claims to mean something. A few lives may end before
-    anything was stored: then it is said, and nothing has failed."""
-    lacking = []
-    if came_back <= rounds:
-        lacking.append(f"{came_back} chunks came back")
-    if demanded <= rounds // 3:
-        lacking.append(f"{demanded} chains were demanded")
-    said = f"hardly anything was exercised in {rounds} lives: {', '.join(lacking)}"
-    if lacking and rounds >= ENOUGH:
-        raise AssertionError(said)
-    if lacking:
-        warnings.warn(f"{said} (CRASH_ROUNDS={ROUNDS})", stacklevel=2)
-
-
 def fill_the_last_tier(socket: str, journal: Journal) -> None:
     """Store beside the writers until something lies in the last tier: whether it does would
     otherwise depend on how long the first lives happen to be."""
@@ -304,7 +275,9 @@ def killed_again_and_again(home: Path, rounds: int, more: list[str], env: dict[s
     came_back = demanded = 0
     try:
         with DaemonProcess(arena_size=str(ARENA), args=flags, env=env) as daemon:
-            for round_ in range(rounds):
+            for round_ in range(rounds + MORE):
+                if round_ >= rounds and demanded > rounds // 3:
+                    break
                 writers = [Writer(n, round_, daemon.socket, journal) for n in range(WRITERS)]
                 for writer in writers:
                     writer.start()
@@ -326,4 +299,5 @@ def killed_again_and_again(home: Path, rounds: int, more: list[str], env: dict[s
         raise AssertionError(f"CRASH_SEED={SEED}: {error}") from error
     finally:
         journal.close()
-    judge_exercise(rounds, came_back, demanded)
+    assert came_back > rounds, f"hardly anything came back: {came_back}, {journal.state()}"
+    assert demanded > rounds // 3, f"{demanded} chains in {rounds} lives: hardly any was demanded"
