@@ -38,11 +38,11 @@ from kvd.arena.layout import (
 )
 from kvd.arena.mapping import Mapping
 from kvd.chunk import (
-    CHECKED_BYTES,
     HEADER_BYTES,
     IDENTITY_DTYPE,
     RECORD_DTYPE,
     ChunkHeader,
+    patch_check,
     verify_table,
 )
 from kvd.errors import ArenaError
@@ -85,7 +85,6 @@ class RecordTable:
         self._quads: memoryview[int] = self._raw[: len(raw) // 8 * 8].cast("Q")
         self._new = memoryview(bytearray(HEADER_BYTES))  # the record that is on its way in
         self._words_of_new = self._new.cast("Q")
-        self._checked = self._new[:CHECKED_BYTES]
         self._records = geometry.records
         self._per_slab = geometry.records_per_slab
         self._begin = geometry.record_at(0)
@@ -97,7 +96,6 @@ class RecordTable:
         self._bad_slabs: list[int] = []
 
     def close(self) -> None:
-        self._checked.release()
         self._words_of_new.release()
         self._new.release()
         self._quads.release()
@@ -173,7 +171,7 @@ class RecordTable:
             if len(digest) != 16:
                 raise ValueError(f"a payload digest has 16 bytes, got {len(digest)}")
             raw[_DIGEST_AT : _DIGEST_AT + 16] = digest
-        self._words_of_new[-1] = xxhash.xxh3_64_intdigest(self._checked)
+        patch_check(raw)
         self._store(at)
 
     def recover(self) -> None:

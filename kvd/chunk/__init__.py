@@ -24,7 +24,6 @@ from kvd.chunk.hashing import (
     token_bytes,
 )
 from kvd.chunk.header import (
-    CHECKED_BYTES,
     HEADER_BYTES,
     IDENTITY_DTYPE,
     RECORD_DTYPE,
@@ -47,7 +46,6 @@ from kvd.chunk.spec import KVSpec, ShardSpec, canonical_pairs
 
 __all__ = [
     "BLOCK_BYTES",
-    "CHECKED_BYTES",
     "DIGEST_BYTES",
     "FINGERPRINT_BYTES",
     "HASH_BYTES",

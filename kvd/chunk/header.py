@@ -21,11 +21,11 @@ HEADER_BYTES: Final = 512
 HEADER_MAGIC: Final = b"KVDCHNK1"
 HEADER_VERSION: Final = 1
 
-CHECKED_BYTES: Final = 504
+_CHECK_AT: Final = 504
 _STRUCT: Final = struct.Struct("<8sHHBBH32s32s32s32sIIII16sQIIQQQ16sQ16s248x")
-_CHECKED: Final = struct.Struct(f"<{CHECKED_BYTES}sQ")
+_CHECKED: Final = struct.Struct(f"<{_CHECK_AT}sQ")
 _CHECK: Final = struct.Struct("<Q")
-assert _STRUCT.size == CHECKED_BYTES and _CHECKED.size == HEADER_BYTES
+assert _STRUCT.size == _CHECK_AT and _CHECKED.size == HEADER_BYTES
 
 
 @plain_members
@@ -259,4 +259,4 @@ def verify_table(table: NDArray[np.void]) -> NDArray[np.bool_]:
 
 def patch_check(record: bytearray | memoryview) -> None:
     """Recompute the check sum of a record (512 writable bytes) after a change of fields."""
-    _CHECK.pack_into(record, CHECKED_BYTES, xxhash.xxh3_64_intdigest(record[:CHECKED_BYTES]))
+    _CHECK.pack_into(record, _CHECK_AT, xxhash.xxh3_64_intdigest(record[:_CHECK_AT]))
