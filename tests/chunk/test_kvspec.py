@@ -78,6 +78,12 @@ def test_every_field_is_part_of_the_identity(name: str) -> None:
     assert replace(SPEC, **{name: _others()[name]}).digest != SPEC.digest
 
 
+def test_a_spec_is_hashed_once() -> None:
+    """Clients ask for the digest in every call."""
+    spec = replace(SPEC, model="m")
+    assert spec.digest is spec.digest
+
+
 def test_the_order_of_pairs_means_nothing() -> None:
     turned = replace(SPEC, rope=tuple(reversed(SPEC.rope)))
     assert turned == SPEC
