@@ -116,9 +116,9 @@ $(COMPILED)/.made: $(COMPILED)/.dev setup.py $(SOURCES)
 	@touch $@
 
 # -P: what is tested is what is installed, not what lies here.
-test-compiled: $(COMPILED)/.made  ## the core's, policies' and crash tests against the compiled core
+test-compiled: $(COMPILED)/.made  ## the records', core's, policies' and crash tests, compiled
 	CRASH_ROUNDS=5 $(COMPILED)/bin/python -P -m pytest -m 'not gpu and not engine' --color=no \
-		-n $(WORKERS) --dist loadfile tests/core tests/eviction tests/crash $(PYTEST_ARGS)
+		-n $(WORKERS) --dist loadfile tests/chunk tests/core tests/eviction tests/crash $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev  ## ruff, and mypy over the package as it is installed
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/kvd

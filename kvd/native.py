@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 T = TypeVar("T")
 E = TypeVar("E", bound=type[Enum])
@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from mypy_extensions import i64 as i64
     from mypy_extensions import mypyc_attr as mypyc_attr
 
+    class Nobody(Protocol):
+        """What nobody is."""
+
+        def is_nobody(self) -> None: ...
+
+    # What a caller hands in, where a check of our own says what is wrong with it: a T, to whoever
+    # calls. A compiled function refuses an argument of another type before its first line, with the
+    # compiler's TypeError, unless the parameter may be anything.
+    Given: TypeAlias = T | Nobody
+
     def named(cls: type[T], values: tuple[Any, ...]) -> T:
         """A NamedTuple of these values, all of its fields in order. Its own constructor is a Python
         function that takes three times as long; where a request makes dozens, that counts. Nothing
@@ -26,6 +36,10 @@ if TYPE_CHECKING:
 else:
     named = tuple.__new__
     i64 = int  # for the compiler, a register
+
+    class Given:
+        def __class_getitem__(cls, kind: Any) -> Any:
+            return kind
 
     def mypyc_attr(*marks: str, **more: Any) -> Callable[[type[T]], type[T]]:
         """For the compiler alone; it takes it away."""

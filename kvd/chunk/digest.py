@@ -14,6 +14,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvd.native import Given
+
 BLOCK_BYTES: Final = 1 << 20
 DIGEST_BYTES: Final = 16
 
@@ -35,9 +37,15 @@ def block_digests(view: Buffer) -> bytes:
     )
 
 
-def root_digest(blocks: bytes, length: int) -> bytes:
-    """The payload digest (16 bytes) from its block digests and its length in bytes."""
-    if len(blocks) != 8 * -(-length // BLOCK_BYTES):
+def root_digest(blocks: Given[bytes], length: Given[int]) -> bytes:
+    """The payload digest (16 bytes) from its block digests and its length in bytes. ValueError if
+    they are not that, or not of one payload."""
+    if not isinstance(blocks, bytes) or not isinstance(length, int):
+        raise ValueError(
+            f"block digests are bytes and a length is an int, not {type(blocks).__name__} "
+            f"and {type(length).__name__}"
+        )
+    if length < 0 or len(blocks) != 8 * -(-length // BLOCK_BYTES):
         raise ValueError(f"{len(blocks)} bytes of block digests do not fit {length} payload bytes")
     root: bytes = xxhash.xxh3_128_digest(blocks + _LENGTH.pack(length))
     return root
@@ -69,8 +77,9 @@ def copy_with_digest(target: NDArray[Any], source: NDArray[Any]) -> bytes:
     return root_digest(b"".join(blocks), target.nbytes)
 
 
-def verify_blocks(view: Buffer, blocks: bytes, first: int = 0) -> bool:
+def verify_blocks(view: Buffer, blocks: Buffer, first: Given[int] = 0) -> bool:
     """Whether a range that starts at block `first` matches the payload's block digests. The range
     must end at a block's end or at the payload's."""
+    begin: Any = first
     got = block_digests(view)
-    return bool(got) and blocks[8 * first : 8 * first + len(got)] == got
+    return bool(got) and blocks[8 * begin : 8 * begin + len(got)] == got

@@ -19,6 +19,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from kvd.chunk.key import HASH_BYTES
 from kvd.chunk.outcome import Kind
 from kvd.chunk.spec import MAX_CHUNK_TOKENS
 from kvd.errors import BadKey
+from kvd.native import Given
 
 NO_PARENT: Final = bytes(HASH_BYTES)  # the parent of a chain's first chunk
 FINGERPRINT_BYTES: Final = 16
@@ -56,24 +58,27 @@ MediaItems = Iterable[tuple[int, int, bytes]]
 
 def chain_hashes(
     tokens: Tokens,
-    chunk_tokens: int,
+    chunk_tokens: Given[int],
     *,
-    salt: bytes = b"",
-    parent: bytes = NO_PARENT,
-    media: MediaItems = (),
+    salt: Given[bytes] = b"",
+    parent: Given[bytes] = NO_PARENT,
+    media: Given[MediaItems] = (),
 ) -> list[bytes]:
     """Hashes (32 bytes) of the full chunks of `tokens`; the last partial chunk has none.
 
     With `parent`, the chain goes on after that chunk and `tokens` (and media positions) start
     there. Raises BadKey for tokens outside 0..2**32-1 and other parts that can't be accepted.
     """
-    if len(_octets(parent, "parent")) != HASH_BYTES:
-        raise BadKey(f"parent must be a chunk hash of {HASH_BYTES} bytes, got {len(parent)}")
+    before = _octets(parent, "parent")
+    if len(before) != HASH_BYTES:
+        raise BadKey(f"parent must be a chunk hash of {HASH_BYTES} bytes, got {len(before)}")
     head = hashlib.sha256(_DOMAIN + _head(Kind.PREFIX, salt))
-    return _chain(head, token_bytes(tokens), chunk_tokens, parent, _spans(media))
+    return _chain(head, token_bytes(tokens), _size(chunk_tokens), before, _spans(media))
 
 
-def content_hash(tokens: Tokens, *, salt: bytes = b"", media: MediaItems = ()) -> bytes:
+def content_hash(
+    tokens: Tokens, *, salt: Given[bytes] = b"", media: Given[MediaItems] = ()
+) -> bytes:
     """Hash (32 bytes) of one chunk by its own tokens only, wherever it stands. Raises BadKey."""
     state = hashlib.sha256(_DOMAIN + _head(Kind.CONTENT, salt))
     _feed(state, token_bytes(tokens), _spans(media))
@@ -82,33 +87,39 @@ def content_hash(tokens: Tokens, *, salt: bytes = b"", media: MediaItems = ()) -
 
 def chain_fingerprints(
     tokens: Tokens,
-    chunk_tokens: int,
+    chunk_tokens: Given[int],
     *,
-    salt: bytes = b"",
-    parent: bytes = NO_FINGERPRINT,
-    media: MediaItems = (),
+    salt: Given[bytes] = b"",
+    parent: Given[bytes] = NO_FINGERPRINT,
+    media: Given[MediaItems] = (),
 ) -> list[bytes]:
     """Fingerprints (16 bytes) beside `chain_hashes`, of the same chunks. `parent` is the
     fingerprint (not the hash) of the chunk before. Raises BadKey as chain_hashes."""
-    if len(_octets(parent, "parent")) != FINGERPRINT_BYTES:
+    before = _octets(parent, "parent")
+    if len(before) != FINGERPRINT_BYTES:
         raise BadKey(
-            f"parent must be a fingerprint of {FINGERPRINT_BYTES} bytes, got {len(parent)}"
+            f"parent must be a fingerprint of {FINGERPRINT_BYTES} bytes, got {len(before)}"
         )
     state = _print_state(_head(Kind.PREFIX, salt))
-    return _chain(state, token_bytes(tokens), chunk_tokens, parent, _spans(media))
+    return _chain(state, token_bytes(tokens), _size(chunk_tokens), before, _spans(media))
 
 
 def fingerprint(
-    tokens: Tokens, parent: bytes = b"", *, salt: bytes = b"", media: MediaItems = ()
+    tokens: Tokens,
+    parent: Given[bytes] = b"",
+    *,
+    salt: Given[bytes] = b"",
+    media: Given[MediaItems] = (),
 ) -> bytes:
     """Fingerprint (16 bytes) of one chunk, for connectors whose engine made the chunk hash, and
     for content chunks. `parent` is whatever the connector knows of the chunk before (its
     fingerprint, its hash, or nothing): writer and reader must do the same. With the fingerprint
     of the chunk before (NO_FINGERPRINT at a root) it equals `chain_fingerprints`."""
-    kind = Kind.PREFIX if parent else Kind.CONTENT
+    before = _octets(parent, "parent")
+    kind = Kind.PREFIX if before else Kind.CONTENT
     state = _print_state(_head(kind, salt))
-    if parent:
-        state.update(_field(_PARENT, _octets(parent, "parent")))
+    if before:
+        state.update(_field(_PARENT, before))
     _feed(state, token_bytes(tokens), _spans(media))
     digest: bytes = state.digest()
     return digest
@@ -141,8 +152,6 @@ def token_bytes(tokens: Tokens) -> memoryview:
 def _chain(
     head: Any, raw: memoryview, chunk_tokens: int, parent: bytes, spans: list[Media]
 ) -> list[bytes]:
-    if not 1 <= chunk_tokens <= MAX_CHUNK_TOKENS:
-        raise BadKey(f"chunk_tokens is {chunk_tokens}, must be 1 to {MAX_CHUNK_TOKENS}")
     step = 4 * chunk_tokens
     prefix, tokens_head = _FIELD.pack(_PARENT, len(parent)), _FIELD.pack(_TOKENS, step)
     hashes: list[bytes] = []
@@ -173,8 +182,9 @@ def _print_state(head: bytes) -> Any:
     return hashlib.blake2b(head, digest_size=FINGERPRINT_BYTES, person=_PERSON)
 
 
-def _head(kind: Kind, salt: bytes) -> bytes:
-    if len(_octets(salt, "salt")) > MAX_SALT_BYTES:
+def _head(kind: Kind, given: object) -> bytes:
+    salt = _octets(given, "salt")
+    if len(salt) > MAX_SALT_BYTES:
         raise BadKey(f"salt has {len(salt)} bytes, limit {MAX_SALT_BYTES}: pass its digest")
     return _field(_KIND, bytes((kind,))) + _field(_SALT, salt)
 
@@ -183,15 +193,34 @@ def _field(tag: int, value: bytes) -> bytes:
     return _FIELD.pack(tag, len(value)) + value
 
 
-def _octets(value: bytes, what: str) -> bytes:
+def _size(given: Any) -> int:
+    try:
+        chunk_tokens = index(given)
+    except TypeError:
+        chunk_tokens = 0
+    if not 1 <= chunk_tokens <= MAX_CHUNK_TOKENS:
+        raise BadKey(f"chunk_tokens is {given!r}, must be 1 to {MAX_CHUNK_TOKENS}")
+    return chunk_tokens
+
+
+def _octets(value: object, what: str) -> bytes:
     if not isinstance(value, bytes):
         raise BadKey(f"{what} must be bytes, got {type(value).__name__}")
     return value
 
 
-def _spans(media: MediaItems) -> list[Media]:
+def _spans(media: Any) -> list[Media]:
     spans = []
-    for start, length, ident in media:
+    try:
+        items = iter(media)
+    except TypeError as error:
+        raise BadKey(f"media must be items, got {type(media).__name__}") from error
+    for item in items:
+        try:
+            start, length, ident = item
+            start, length = index(start), index(length)
+        except (TypeError, ValueError) as error:
+            raise BadKey(f"media item {item!r} is not (start, length, id): {error}") from error
         if not 0 <= start < 1 << 62 or not 0 < length < 1 << 62:
             raise BadKey(f"media span ({start}, {length}) is not a place in the tokens")
         if not _octets(ident, "media id"):

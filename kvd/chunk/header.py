@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum, IntFlag
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import xxhash
@@ -80,39 +80,44 @@ class ChunkHeader(NamedTuple):
 
     def pack(self) -> bytes:
         """512 bytes. ValueError if a field does not fit its width."""
-        # struct would cut or pad them in silence
-        hashes = len(self.namespace_digest), len(self.spec), len(self.chunk), len(self.parent)
-        digests = len(self.fingerprint), len(self.session), len(self.digest)
-        if hashes != (32,) * 4 or digests != (16,) * 3:
-            raise ValueError(self._misfit())
+        values: tuple[Any, ...] = self  # by name, compiled code demands their types
+        (
+            kind, state, ns, spec, chunk, parent, shard, count, index, tokens, print_, pos0, flags,
+            length, generation, epoch, session, created, digest, codec,
+        ) = values  # fmt: skip
         try:
+            # struct would cut or pad them in silence
+            hashes = len(ns), len(spec), len(chunk), len(parent)
+            digests = len(print_), len(session), len(digest)
+            if hashes != (32,) * 4 or digests != (16,) * 3:
+                raise ValueError(self._misfit())
             body = _STRUCT.pack(
                 HEADER_MAGIC,
                 HEADER_VERSION,
                 HEADER_BYTES,
-                self.kind,
-                self.state,
-                self.codec,
-                self.namespace_digest,
-                self.spec,
-                self.chunk,
-                self.parent,
-                self.shard,
-                self.shard_count,
-                self.index,
-                self.tokens,
-                self.fingerprint,
-                self.pos0,
-                self.flags,
+                kind,
+                state,
+                codec,
+                ns,
+                spec,
+                chunk,
+                parent,
+                shard,
+                count,
+                index,
+                tokens,
+                print_,
+                pos0,
+                flags,
                 0,
-                self.length,
-                self.generation,
-                self.epoch,
-                self.session,
-                self.created_unix_ns,
-                self.digest,
+                length,
+                generation,
+                epoch,
+                session,
+                created,
+                digest,
             )
-        except struct.error as error:
+        except (struct.error, TypeError) as error:
             raise ValueError(f"header does not fit its record: {error}") from error
         return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvd.chunk.outcome import Kind
 from kvd.errors import BadKey
+from kvd.native import Given
 
 HASH_BYTES: Final = 32
 MAX_NAMESPACE_BYTES: Final = 128
@@ -35,15 +36,18 @@ class ChunkKey(NamedTuple):
     def storage_name(self) -> str:
         """64 hex digits that name this shard in a store with restricted names (a file, an
         object): a digest over all parts, so it is injective for any Unicode, on
-        case-insensitive and length-limited stores too."""
-        check_hash(self.spec, "spec digest")
-        check_hash(self.chunk, "chunk hash")
-        name = namespace_digest(self.namespace)
-        body = _KEY.pack(self.kind, self.shard) + name + self.spec + self.chunk
-        return hashlib.sha256(_STORAGE_DOMAIN + body).hexdigest()
+        case-insensitive and length-limited stores too. BadKey if a part is none."""
+        values: tuple[Any, ...] = self  # by name, compiled code demands their types
+        kind, namespace, spec, chunk, shard = values
+        try:
+            head = _KEY.pack(kind, shard)
+        except (struct.error, TypeError) as error:
+            raise BadKey(f"kind {kind!r} and shard {shard!r} are none of a key: {error}") from error
+        body = namespace_digest(namespace) + check_hash(spec, "spec digest") + check_hash(chunk)
+        return hashlib.sha256(_STORAGE_DOMAIN + head + body).hexdigest()
 
 
-def check_namespace(name: str) -> str:
+def check_namespace(name: Given[str]) -> str:
     """The name, unchanged. BadKey unless it is 1 to 128 bytes of UTF-8 without NUL."""
     if not isinstance(name, str):
         raise BadKey(f"namespace must be text, got {type(name).__name__}")
@@ -58,12 +62,12 @@ def check_namespace(name: str) -> str:
     return name
 
 
-def namespace_digest(name: str) -> bytes:
+def namespace_digest(name: Given[str]) -> bytes:
     """32 bytes that stand for the namespace in a record. BadKey as `check_namespace`."""
     return hashlib.sha256(_NAMESPACE_DOMAIN + check_namespace(name).encode()).digest()
 
 
-def check_hash(value: bytes, what: str = "chunk hash") -> bytes:
+def check_hash(value: Given[bytes], what: str = "chunk hash") -> bytes:
     """The hash, unchanged. BadKey unless it is exactly 32 bytes."""
     if not isinstance(value, bytes) or len(value) != HASH_BYTES:
         got = f"{len(value)} bytes" if isinstance(value, bytes) else type(value).__name__

@@ -6,11 +6,13 @@ one compares the generation in the record table after its last byte; see docs/pr
 
 from __future__ import annotations
 
-from struct import Struct
+from struct import Struct, error
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvd.native import Given
 
 REF_BYTES: Final = 32
 
@@ -42,6 +44,11 @@ def unpack_refs(data: bytes | memoryview) -> NDArray[np.void]:
     return np.frombuffer(data, dtype=REF_DTYPE)
 
 
-def pack_refs(refs: list[SlotRef]) -> bytes:
-    """References as packed bytes, 32 a piece."""
-    return b"".join([_REF.pack(*ref) for ref in refs])
+def pack_refs(refs: Given[list[SlotRef]]) -> bytes:
+    """References as packed bytes, 32 a piece. ValueError if one does not fit its widths."""
+    if not isinstance(refs, list):
+        raise ValueError(f"references come as a list, not as {type(refs).__name__}")
+    try:
+        return b"".join([_REF.pack(*ref) for ref in refs])
+    except (error, TypeError) as misfit:
+        raise ValueError(f"a reference does not fit its widths: {misfit}") from misfit

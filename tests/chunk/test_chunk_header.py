@@ -145,12 +145,22 @@ def test_a_strided_table_is_judged_too() -> None:
         {"length": 2**64},
         {"kind": 256},
         {"epoch": "x"},
+        {"length": None},
+        {"state": 2.0},
+        {"chunk": "x" * 32},
+        {"spec": 7},
+        {"digest": None},
     ],
     ids=str,
 )
 def test_a_field_that_does_not_fit_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         HEADER._replace(**change).pack()
+
+
+def test_a_header_of_numpy_numbers_is_the_same_record() -> None:
+    numbers = {n: v for n, v in HEADER._asdict().items() if isinstance(v, int)}
+    assert HEADER._replace(**{n: np.uint64(v) for n, v in numbers.items()}).pack() == RAW
 
 
 def test_a_record_written_over_by_foreign_bytes_of_the_same_magic_is_no_record() -> None:

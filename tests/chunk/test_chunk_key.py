@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 from chunk_vectors import SPEC
@@ -65,6 +66,20 @@ def test_a_namespace_that_can_not_be_is_refused(name: str, message: str) -> None
     """K23"""
     with pytest.raises(BadKey, match=message):
         namespace_digest(name)
+
+
+@pytest.mark.parametrize("name", [7, None, b"default"])
+def test_a_namespace_that_is_no_text_is_refused(name: Any) -> None:
+    with pytest.raises(BadKey, match="must be text"):
+        check_namespace(name)
+    with pytest.raises(BadKey, match="must be text"):
+        ChunkKey(Kind.PREFIX, name, SPEC.digest, CHUNK, 0).storage_name()
+
+
+@pytest.mark.parametrize(("kind", "shard"), [(Kind.PREFIX, -1), (256, 0), ("x", 0), (1, None)])
+def test_a_key_of_no_kind_or_shard_has_no_storage_name(kind: Any, shard: Any) -> None:
+    with pytest.raises(BadKey, match=r"kind .* shard"):
+        ChunkKey(kind, "default", SPEC.digest, CHUNK, shard).storage_name()
 
 
 @pytest.mark.parametrize("value", [b"", b"x" * 31, b"x" * 33, "x" * 32, -1, 2**64 - 1])

@@ -121,6 +121,38 @@ def test_other_parts_that_can_not_be_are_refused() -> None:
             content_hash([1], media=[span])  # type: ignore[list-item]
 
 
+ROW = list(range(32))
+
+
+@pytest.mark.parametrize("value", [None, "16", 16.0, [16]], ids=repr)
+def test_parts_of_a_wrong_type_are_refused_as_such(value: Any) -> None:
+    for chain in (chain_hashes, chain_fingerprints):
+        with pytest.raises(BadKey, match="chunk_tokens is"):
+            chain(ROW, value)
+        with pytest.raises(BadKey, match="parent must be bytes"):
+            chain(ROW, 16, parent=value)
+    with pytest.raises(BadKey, match="parent must be bytes"):
+        fingerprint(ROW, value)
+    for make in (
+        lambda **parts: chain_hashes(ROW, 16, **parts),
+        lambda **parts: chain_fingerprints(ROW, 16, **parts),
+        lambda **parts: content_hash(ROW, **parts),
+        lambda **parts: fingerprint(ROW, **parts),
+    ):
+        with pytest.raises(BadKey, match="salt must be bytes"):
+            make(salt=value)
+        for span in [(value, 1, b"x"), (0, value, b"x"), (0, 1, value), (0, 1), value]:
+            with pytest.raises(BadKey, match="media"):
+                make(media=[span])
+        with pytest.raises(BadKey, match="media"):
+            make(media=value)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    plain = chain_hashes(ROW, 16, media=[(3, 20, b"x")])
+    assert chain_hashes(ROW, np.int64(16), media=[(np.int64(3), np.int64(20), b"x")]) == plain
+
+
 def test_known_collisions_of_weak_hashes_do_not_collide() -> None:
     """K21: sums and rolling hashes, a published pair of xxh64 inputs, swaps."""
     rolling = [100 + i for i in range(16)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,6 +84,14 @@ def test_a_range_of_blocks_is_checked_without_the_rest() -> None:
     assert not verify_blocks(part[:-1], blocks, first=1)
     assert not verify_blocks(b"", blocks)
     assert not verify_blocks(PAYLOAD + bytes(BLOCK_BYTES), blocks)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "length"), [("x" * 8, 1), (bytes(8), "1"), (bytes(8), 1.0), (b"", -1)]
+)
+def test_what_is_no_block_digests_or_no_length_is_refused(blocks: Any, length: Any) -> None:
+    with pytest.raises(ValueError, match="block digests"):
+        root_digest(blocks, length)
 
 
 def test_block_digests_that_do_not_fit_the_length_are_refused() -> None:
