@@ -9,7 +9,6 @@ was holds before the first store. In a directory that can only be read nothing i
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from kvd.tiers.nvme.directory import Contents, Directory
 from kvd.tiers.nvme.layout import OtherVersion
 from kvd.tiers.nvme.posix import Engine
 from kvd.tiers.nvme.slab import Slab, superblock, table_of
+from kvd.tiers.tally import Tally
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +35,7 @@ class Adoption:
     """Runs once, before the slabs are used. `budget`: bytes that all files may take. `notes`: what
     is counted."""
 
-    def __init__(
-        self, directory: Directory, engine: Engine, budget: int, notes: Counter[str]
-    ) -> None:
+    def __init__(self, directory: Directory, engine: Engine, budget: int, notes: Tally) -> None:
         self._directory = directory
         self._engine = engine
         self._budget = budget
@@ -74,11 +72,11 @@ class Adoption:
         except OtherVersion as error:
             log.warning("tier nvme: %s is left alone: %s", path, error)
             self._alien[number] = _size(path)
-            self._notes["foreign_slabs"] += 1
+            self._notes.add("foreign_slabs")
             return
         except ValueError as error:
             log.warning("tier nvme: %s is of no use and removed: %s", path, error)
-            self._notes["removed_files"] += 1
+            self._notes.add("removed_files")
             if not self._directory.read_only:
                 path.unlink(missing_ok=True)
                 table_of(path).unlink(missing_ok=True)
@@ -97,10 +95,10 @@ class Adoption:
             ours = True
         if ours and not self._directory.read_only:
             table.unlink(missing_ok=True)
-            self._notes["removed_files"] += 1
+            self._notes.add("removed_files")
         else:
             self._alien[number] = table.stat().st_size
-            self._notes["foreign_slabs"] += not ours
+            self._notes.add("foreign_slabs", not ours)
 
     def _trim(self) -> None:
         """A limit that is lower than it was: the emptiest slabs go, whole."""
@@ -113,8 +111,8 @@ class Adoption:
             if held <= self._budget:
                 break
             held -= slab.geometry.file_bytes
-            self._notes["trimmed_slabs"] += 1
-            self._notes["trimmed_chunks"] += slab.live
+            self._notes.add("trimmed_slabs")
+            self._notes.add("trimmed_chunks", slab.live)
             self._let_go(slab)
 
     def _scan(self) -> None:
@@ -126,9 +124,9 @@ class Adoption:
             except OSError as error:
                 log.warning("tier nvme: %s is lost: %s", slab.path, error.strerror)
                 self._let_go(slab)
-                self._notes["lost_slabs"] += 1
+                self._notes.add("lost_slabs")
                 continue
-            self._notes["bad_records"] += bad
+            self._notes.add("bad_records", bad)
             live = np.flatnonzero(slab.generations)
             names.append(name[live])
             places.append(slab.at(live))
@@ -148,7 +146,7 @@ class Adoption:
             slab, slot = self._slabs[place >> 32], place & 0xFFFFFFFF
             generation = int(slab.generations[slot])
             slab.drop(np.array([slot]))
-            self._notes["older_copies"] += 1
+            self._notes.add("older_copies")
             if not self._directory.read_only:
                 slab.write_record(slot, ChunkHeader(generation=generation))
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from kvd.chunk import HEADER_BYTES, ChunkHeader, State
@@ -26,6 +25,7 @@ from kvd.tiers.nvme.posix import Engine, File, PosixEngine
 from kvd.tiers.nvme.refusals import refusal
 from kvd.tiers.nvme.slab import Slab
 from kvd.tiers.nvme.slabs import Slabs, Taken
+from kvd.tiers.tally import Tally
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class NvmeBackend(Backend):
         check(config)
         self._config = config
         self._directory = Directory(config.directory, config.instance)
-        self._notes: Counter[str] = Counter()
+        self._notes = Tally()
         self._slabs = Slabs(config, self._directory, self._notes)
 
     @property
@@ -62,8 +62,8 @@ class NvmeBackend(Backend):
     def _open(self) -> ProbeReport:
         config, directory = self._config, self._directory
         found = directory.contents()
-        self._notes["foreign_files"] = found.foreign
-        self._notes["removed_files"] += found.removed
+        self._notes.set("foreign_files", found.foreign)
+        self._notes.add("removed_files", found.removed)
         engine, why = self._slabs.engine, ""
         if not directory.read_only:
             make_probe(directory.path)
@@ -125,7 +125,7 @@ class NvmeBackend(Backend):
                 taken.slab.write_record(taken.slot, ChunkHeader(generation=taken.generation))
             except OSError:
                 clean = False  # what its record says is not known: the slot waits for a restart
-                self._notes["lost_slots"] += 1
+                self._notes.add("lost_slots")
         self._slabs.not_written(taken, reuse=clean)
 
     # -- get ------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class NvmeBackend(Backend):
         return self._slabs.usage()
 
     def notes(self) -> dict[str, int]:
-        return dict(self._notes)
+        return self._notes.counts()
 
     def close(self) -> None:
         self._slabs.close()

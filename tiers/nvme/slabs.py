@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -31,6 +30,7 @@ from kvd.tiers.nvme.layout import Geometry, pages, slab_bytes
 from kvd.tiers.nvme.posix import Engine, PosixEngine
 from kvd.tiers.nvme.refusals import refusal
 from kvd.tiers.nvme.slab import Slab, table_of
+from kvd.tiers.tally import Tally
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Taken(NamedTuple):
 class Slabs:
     """From any thread. `notes`: what is counted, also by others."""
 
-    def __init__(self, config: NvmeConfig, directory: Directory, notes: Counter[str]) -> None:
+    def __init__(self, config: NvmeConfig, directory: Directory, notes: Tally) -> None:
         self._config = config
         self._usual = config.usual
         self._budget = config.budget
@@ -108,7 +108,7 @@ class Slabs:
             if self._engine is not was:
                 return False
             self._engine = below
-            self._notes["fallbacks"] += 1
+            self._notes.add("fallbacks")
             return True
 
     def reopen(self, slab: Slab) -> None:
@@ -193,7 +193,7 @@ class Slabs:
             except OSError as error:
                 raise refusal(error) from error
             if left < self._config.reserve_bytes:
-                self._notes["reserve_refusals"] += 1
+                self._notes.add("reserve_refusals")
                 raise Refused(
                     Answer.NO_SPACE,
                     Reason.SPACE,
@@ -279,7 +279,7 @@ class Slabs:
             slab.give_back(slot)
             self._offer(slab)
         if not slab.live and not slab.users and not slab.lost and self._short():
-            self._notes["returned_slabs"] += 1  # others need the disk: it gets what we don't use
+            self._notes.add("returned_slabs")  # others need the disk: it gets what we don't use
             self._retire(slab)
             self._held -= slab.geometry.file_bytes
 
@@ -301,8 +301,8 @@ class Slabs:
         if slab.lost or self._slabs.get(slab.geometry.number) is not slab:
             return
         log.warning("tier nvme: %s is gone, and %d chunks with it", slab.path, slab.live)
-        self._notes["lost_slabs"] += 1
-        self._notes["lost_chunks"] += slab.live
+        self._notes.add("lost_slabs")
+        self._notes.add("lost_chunks", slab.live)
         self._chunks -= slab.live
         self._used -= slab.live * (slab.geometry.slot_bytes + HEADER_BYTES)
         self._held -= slab.geometry.file_bytes
