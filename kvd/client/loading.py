@@ -14,9 +14,10 @@ from kvd.client.durations import span_ns
 from kvd.client.inline import InlineLoad, get_message
 from kvd.client.keys import Hashes, outcomes, pack_fingerprints
 from kvd.client.lease import Lease
+from kvd.client.load import Load
 from kvd.client.lookup import Lookup
 from kvd.client.settings import SharedLease
-from kvd.client.stream import Copier, Load
+from kvd.client.stream import Copier
 from kvd.errors import ProtocolError
 from kvd.wire import LookupFlag
 from kvd.wire import messages as m

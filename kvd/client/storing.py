@@ -15,7 +15,8 @@ from kvd.client.copies import as_bytes, copy_into
 from kvd.client.inline import InlineStore, put_message
 from kvd.client.keys import Hashes, Numbers, outcomes, pack_fingerprints, pack_numbers, whole
 from kvd.client.reservation import Reservation
-from kvd.client.stream import Copier, Keys, Store
+from kvd.client.store import Store
+from kvd.client.stream import Copier, Keys
 from kvd.errors import SpecError
 from kvd.wire import messages as m
 
