@@ -11,6 +11,7 @@ from _thread import LockType
 from typing import TYPE_CHECKING
 
 from kvd.client.durations import deadline_ns
+from kvd.client.settings import RESEND_NS
 from kvd.errors import KvdError
 from kvd.wire.messages import (
     OP_OF,
@@ -20,6 +21,7 @@ from kvd.wire.messages import (
     Release,
     Reply,
     Request,
+    Wait,
     decode_error,
     decode_reply,
     encode_request,
@@ -102,6 +104,19 @@ class Call:
         self.flags = 0
         self.newer = False
         self.frames: list[bytes] = []  # inline payload of the answer
+
+    def sent(self, now: int) -> None:
+        """In one more session. An answer that takes its time by design is not asked for again
+        before that is over."""
+        self.tries += 1
+        self.resend_pause_ns = RESEND_NS
+        if isinstance(self.message, Wait):
+            self.resend_pause_ns += self.message.timeout_ns
+        self.resend_ns = now + self.resend_pause_ns
+
+    def resent(self, now: int) -> None:
+        self.resend_pause_ns *= 2
+        self.resend_ns = now + self.resend_pause_ns
 
     def answer(self) -> Reply:
         """The answer of a call that is done; raises its error."""

@@ -118,9 +118,8 @@ class Channel(Exchange):
             error = ClientClosed("the client was closed")
             link, self._link = self._link, None
             calls = list(self._queue) + (list(link.pending.values()) if link else [])
-            calls += [call for _, _, call in self._delayed]
+            calls += self._delays.clear()
             self._queue.clear()
-            self._delayed.clear()
             for call in calls:
                 self._finish(call, error)
             if link is not None:

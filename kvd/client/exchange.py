@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from heapq import heappop, heappush
 from typing import Any
 
 import zmq
@@ -18,20 +17,19 @@ import zmq
 from kvd.client.attachment import Lost
 from kvd.client.call import GIVE_BACKS, Call
 from kvd.client.deadlines import Deadlines
+from kvd.client.delays import Delays
 from kvd.client.grants import HANDLE_REQUESTS, granted_by
 from kvd.client.link import Link, Phase, new_context
-from kvd.client.settings import BACKOFF_S, RESEND_S, Counters, Settings
+from kvd.client.settings import BACKOFF_S, RESEND_NS, Counters, Settings
 from kvd.client.waiters import NEVER_NS, Waiters
-from kvd.errors import Busy, ErrorCode, KvdError, LimitExceeded, StaleEpoch, Unavailable
+from kvd.errors import Busy, ErrorCode, KvdError, StaleEpoch, Unavailable
 from kvd.wire import Frame, FrameFlag
 from kvd.wire import messages as m
-from kvd.wire.limits import over
 from kvd.wire.messages import Request, decode_error, decode_reply
 
 _REGISTER_S = 5.0
 _ERROR = int(FrameFlag.ERROR)
 _RELINK_CODES = (ErrorCode.UNKNOWN_SESSION, ErrorCode.STALE_EPOCH)
-_RESEND_NS = int(RESEND_S * 1e9)
 
 
 class Exchange(Waiters):
@@ -58,15 +56,14 @@ class Exchange(Waiters):
         self._connect_ns = 0
         self._backoff_s = BACKOFF_S[0]
         self._deadlines = Deadlines()
-        self._delayed: list[tuple[int, int, Call]] = []  # a heap: when to ask again, as told
-        self._delays = 0
+        self._delays = Delays()
         self._resend_ns = NEVER_NS
         self._why = "not connected yet"
 
     def _due_ns(self) -> int:
         due = self._resend_ns
-        if self._delayed:
-            due = min(due, self._delayed[0][0])
+        if self._delays:
+            due = min(due, self._delays.nearest)
         if self._deadlines:
             due = min(due, self._deadlines.nearest)
         link = self._link
@@ -92,10 +89,8 @@ class Exchange(Waiters):
             self._expire(now)
         if now >= self._resend_ns:
             self._resend(now)
-        while self._delayed and now >= self._delayed[0][0]:
-            call = heappop(self._delayed)[2]
-            if not call.done:
-                self._queue.append(call)
+        if self._delays:
+            self._queue.extend(self._delays.due(now))
         if self._queue:
             self._flush(now)
 
@@ -119,7 +114,7 @@ class Exchange(Waiters):
             except KvdError as error:
                 self._failed(link, error)
                 return True
-            link.hello_resend_ns = now + _RESEND_NS
+            link.hello_resend_ns = now + RESEND_NS
         sent = False
         while self._queue and link.room:
             call = self._queue[0]
@@ -130,7 +125,7 @@ class Exchange(Waiters):
                 self._queue.popleft()
                 self._finish(call, _stale())
                 continue
-            if call.payload and (refused := _too_large(call, link)) is not None:
+            if call.payload and (refused := link.too_large(call)) is not None:
                 self._queue.popleft()
                 self._finish(call, refused)
                 continue
@@ -142,11 +137,7 @@ class Exchange(Waiters):
                 return True
             sent = True
             self._queue.popleft()
-            call.tries += 1
-            call.resend_pause_ns = _RESEND_NS
-            if isinstance(call.message, m.Wait):
-                call.resend_pause_ns += call.message.timeout_ns
-            call.resend_ns = now + call.resend_pause_ns
+            call.sent(now)
             self._resend_ns = min(self._resend_ns, call.resend_ns)
         if sent:
             self._drain(link)  # sending may have consumed the descriptor's edge
@@ -194,7 +185,7 @@ class Exchange(Waiters):
             self._failed(link, error)
             return
         if link.phase is not before:
-            link.hello_resend_ns = time.monotonic_ns() + _RESEND_NS
+            link.hello_resend_ns = time.monotonic_ns() + RESEND_NS
             self._watch_link()
             self._drain(link)
 
@@ -330,8 +321,7 @@ class Exchange(Waiters):
         if again >= call.deadline_ns:
             return False
         call.request = 0
-        self._delays += 1
-        heappush(self._delayed, (again, self._delays, call))
+        self._delays.add(call, again)
         self._counts["delayed"] += 1
         return True
 
@@ -397,20 +387,11 @@ class Exchange(Waiters):
                     self._failed(link, error)
                     break
                 self._counts["resends"] += 1
-                call.resend_pause_ns *= 2
-                call.resend_ns = now + call.resend_pause_ns
+                call.resent(now)
             nearest = min(nearest, call.resend_ns)
         self._resend_ns = nearest
         if link is not None and link is self._link:
             self._drain(link)
-
-
-def _too_large(call: Call, link: Link) -> LimitExceeded | None:
-    """The daemon's libzmq would end the connection of whoever sends so much, and say nothing."""
-    size, most = sum(memoryview(part).nbytes for part in call.payload), link.limits.inline
-    if size <= most:
-        return None
-    return over("inline payload bytes", size, most, "send fewer or smaller chunks a request")
 
 
 def _stale() -> StaleEpoch:

@@ -21,7 +21,14 @@ from kvd.client.attachment import Attachment, Lost
 from kvd.client.call import Call
 from kvd.client.lock import SessionLock
 from kvd.client.settings import Info, Settings
-from kvd.errors import ProtocolError, StaleEpoch, Unavailable, UnknownSession, WrongInstance
+from kvd.errors import (
+    LimitExceeded,
+    ProtocolError,
+    StaleEpoch,
+    Unavailable,
+    UnknownSession,
+    WrongInstance,
+)
 from kvd.slices import short
 from kvd.wire import (
     DEFAULT_LIMITS,
@@ -37,7 +44,7 @@ from kvd.wire import (
     encode_frame,
 )
 from kvd.wire.attach import FDS_PER_ARENA, AttachReply
-from kvd.wire.limits import MIB
+from kvd.wire.limits import MIB, over
 from kvd.wire.messages import Hello, HelloReply, Request, decode_error, decode_reply, encode_request
 
 _HELLO_REQUEST = 1
@@ -259,6 +266,13 @@ class Link:
             self._acks.next = request + 1
             self.pending[request] = call
         return True
+
+    def too_large(self, call: Call) -> LimitExceeded | None:
+        """Why not to send it: the daemon's libzmq would end the connection, and say nothing."""
+        size, most = sum(memoryview(part).nbytes for part in call.payload), self.limits.inline
+        if size <= most:
+            return None
+        return over("inline payload bytes", size, most, "send fewer or smaller chunks a request")
 
     def _send(self, parts: list[Any]) -> bool:
         dealer = self._dealer

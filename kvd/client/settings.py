@@ -14,7 +14,8 @@ from kvd.wire import Limits, Trace
 # instructions and the check itself may take.
 LEASE_MARGIN_NS = 50_000_000
 
-RESEND_S = 1.0  # an answer that is not there by then is asked for again, then after twice as long
+# An answer that is not there by then is asked for again, then after twice as long.
+RESEND_NS = 1_000_000_000
 BACKOFF_S = (0.01, 0.25)  # first and longest pause between two tries to reach a daemon
 
 
