@@ -1,4 +1,4 @@
-"""Resident chunks as a forest, and the order in which its leaves may go.
+"""The order in which the leaves of a forest of resident chunks may go.
 
 The law of this module: only leaves are candidates. A chunk enters the order when its last
 resident child has left, so a prefix goes from its leaves whatever the scores say. A score only
@@ -6,33 +6,26 @@ rises between two visits (or is lowered through `_rescore`), so an entry in a he
 and a touch costs no heap operation: a stale entry is put right when it reaches the top. The chunk
 inserted last is held back: it is named when no other is left. What was named and may not go
 (`defer`) stands aside, out of the heaps, with its score, until a use or an eviction brings it back.
+Heaps hold leaves only.
 
 Uses of a chunk less than `SAME_USE_S` apart are one use (correlated references; O'Neil, SIGMOD
 1993): a request touches its chain when it is looked up and again when it stores what was missing.
-
-Arrays are indexed by the core's small ids, 52 bytes a chunk; heaps hold leaves only.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from array import array
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, isinf, nan
-from typing import Any, ClassVar, Final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final
 
 from kvd.eviction.aside import Aside
-from kvd.eviction.base import Ghostly, Policy
+from kvd.eviction.residents import ABSENT, Residents
 from kvd.eviction.walk import Walk
 from kvd.native import mypyc_attr
 
-ABSENT: Final = -1
 SAME_USE_S: Final = 1.0
-_STEP: Final = 1 << 14  # rows that the columns grow by: doubling a million took 6 ms
 _SLACK: Final = 1024  # stale entries that a heap may hold beyond twice its chunks
 
 
@@ -44,37 +37,20 @@ def worth(age_ns: float) -> float:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class LeafPolicy(Policy):
-    """What every policy with one score a chunk shares: membership, time, leaves, restart.
+class LeafPolicy(Residents):
+    """What every policy with one score a chunk shares: who is resident, and who goes first.
 
-    A subclass gives `_first` (score at insertion) and `_use`, and may keep ghosts. It may also
-    split a queue in several lists (`_lists`): a chunk's home is `queue * _lists + list`.
+    A subclass gives `_first` (score at insertion) and `_use`, and may keep ghosts.
     """
 
-    _lists: ClassVar[int] = 1
-
     def __init__(self, same_use_s: float = SAME_USE_S) -> None:
+        super().__init__()
         self._same_ns = same_use_s * 1e9
-        self._parent = array("i")  # id, or -1
-        self._parent_life = array("I")  # the parent's life when it was our parent
-        self._life = array("I")  # raised when an id leaves: ids are used again
-        self._kids = array("i")  # resident children, also of an id that is not here yet
-        self._home = array("i")  # queue * _lists + list, or -1: not here
-        self._score = array("d")
-        # score under which the chunk is in its heap; nan: it isn't; inf: it was deferred; -inf:
-        # it was cooled
-        self._entry = array("d")
-        self._used = array("d")  # last use on our clock, ns
-        self._digest = array("Q")
         self._heaps: dict[int, list[tuple[float, int]]] = {}
-        self._count: dict[int, int] = {}  # chunks at a home
         self._late = Aside()  # deferred
         self._over: set[int] = set()  # cooled
         self._soon = Aside()  # leaves of these that were not deferred
         self._newest = ABSENT
-        self._len = 0
-        self._origin: int | None = None  # the core's time at our time 0
-        self._time = 0  # ns since the origin, strictly rising
 
     # -- for subclasses -------------------------------------------------------------------------
 
@@ -91,20 +67,6 @@ class LeafPolicy(Policy):
 
     def _gone(self, chunk: int, evicted: bool) -> None:
         """The chunk leaves; its fields still hold."""
-
-    def _clock(self, now: int) -> int:
-        """Our own time: starts near 0, never twice the same, not moved by a restart."""
-        if self._origin is None:
-            self._origin = now - self._time - 1
-        time = now - self._origin
-        if time <= self._time:
-            time = self._time + 1
-        self._time = time
-        return time
-
-    def _peek(self, now: int) -> int:
-        """Our own time, without using it up."""
-        return self._time if self._origin is None else max(now - self._origin, self._time)
 
     def _rescore(self, chunk: int, score: float) -> None:
         """Set a score that may be lower than before. Pre: resident."""
@@ -195,10 +157,6 @@ class LeafPolicy(Policy):
         if self._late.take(parent) or self._soon.take(parent):
             self._entry[parent] = nan
 
-    def resident(self, chunk: int) -> bool:
-        """Whether the id is here now."""
-        return 0 <= chunk < len(self._home) and self._home[chunk] >= 0
-
     # -- the contract ---------------------------------------------------------------------------
 
     def insert(
@@ -223,70 +181,6 @@ class LeafPolicy(Policy):
         self._score[chunk] = self._first(chunk, ghost, size, time)
         if newest >= 0 and not self._kids[newest]:
             self._expose(newest)
-
-    def load(
-        self,
-        order: NDArray[np.int64],
-        born: NDArray[np.int64],
-        *,
-        parents: NDArray[np.int64],
-        queue: int,
-        size: int,
-        ghosts: NDArray[np.uint64],
-        memory: NDArray[np.float64] | None = None,
-    ) -> None:
-        if not len(order):
-            return
-        self._grow(int(max(order.max(), parents.max())) + 1)
-        if self._origin is None:
-            self._origin = int(born.min()) - self._time - 1
-        # None before its descendants: an ancestor was used as late as they were.
-        times = np.maximum.accumulate(born) - self._origin
-        self._time = max(self._time, int(times[-1]))
-        homes = np.frombuffer(self._home, np.int32)
-        homes[order] = queue * self._lists
-        np.frombuffer(self._used)[order] = times
-        np.frombuffer(self._entry)[order] = nan
-        np.frombuffer(self._parent, np.int32)[order] = parents
-        np.frombuffer(self._digest, np.uint64)[order] = ghosts
-        linked = order[parents >= 0]
-        above = parents[parents >= 0]
-        lives = np.frombuffer(self._life, np.uint32)
-        np.frombuffer(self._parent_life, np.uint32)[linked] = lives[above]
-        np.add.at(np.frombuffer(self._kids, np.int32), above, 1)
-        self._len += len(order)
-        self._came(order, times)
-        if memory is not None:
-            self._recollect(order, memory, queue)
-        self._settled(order)
-        for home, count in zip(*np.unique(homes[order], return_counts=True), strict=True):
-            self._count[int(home)] = self._count.get(int(home), 0) + int(count)
-        for chunk in order[np.frombuffer(self._kids, np.int32)[order] == 0].tolist():
-            self._expose(chunk)
-
-    def _recollect(self, order: NDArray[np.int64], memory: NDArray[np.float64], queue: int) -> None:
-        """Put loaded chunks back where they stood, as far as that is known."""
-        kept = self._kept()
-        if memory.shape != (len(order), 2 + len(kept)):
-            raise ValueError(f"memory of shape {memory.shape} for {len(order)} chunks")
-        known = np.isfinite(memory).all(axis=1)
-        known &= (memory[:, 0] >= 0) & (memory[:, 0] < self._lists)
-        rows, some = order[known], memory[known]
-        home = queue * self._lists + some[:, 0].astype(np.int32)
-        np.frombuffer(self._home, np.int32)[rows] = home
-        np.frombuffer(self._used)[rows] = np.minimum(some[:, 1], self._time)
-        for column, values in zip(kept, some[:, 2:].T, strict=True):
-            into: NDArray[Any] = np.frombuffer(column, column.typecode)
-            if column.typecode != "d":
-                values = np.clip(values, 0, np.iinfo(into.dtype).max)
-            into[rows] = values.astype(into.dtype)
-
-    def _settled(self, chunks: NDArray[np.int64]) -> None:
-        """Many were loaded, and what is known of them has been put in place."""
-
-    def _came(self, chunks: NDArray[np.int64], times: NDArray[np.int64]) -> None:
-        """Scores of many that became resident at once, of whom nothing is known; in list 0."""
-        np.frombuffer(self._score)[chunks] = times
 
     def touch(self, chain: Sequence[int], now: int) -> None:
         time = self._clock(now)
@@ -373,60 +267,3 @@ class LeafPolicy(Policy):
         if not self.resident(chunk):
             return 0.0
         return worth(self._peek(now) - self._score[chunk])
-
-    def __len__(self) -> int:
-        return self._len
-
-    def _parent_of(self, chunk: int) -> int:
-        """The resident parent, or -1. An id that was given to another chunk since isn't it. In a
-        lower tier a child may come before its parent: the link holds when that comes."""
-        parent = self._parent[chunk]
-        if parent < 0 or self._home[parent] < 0:
-            return ABSENT
-        return parent if self._life[parent] == self._parent_life[chunk] else ABSENT
-
-    def _grow(self, need: int) -> None:
-        if need <= len(self._home):
-            return
-        known = len(self._home)
-        more = max(need - known, min(max(known, 64), _STEP))
-        for field, fill in self._columns():
-            field.extend(array(field.typecode, [fill]) * more)
-
-    def _columns(self) -> list[tuple[array[Any], float | int]]:
-        """Every per-chunk array and what it holds for an id that isn't here."""
-        return [
-            (self._parent, ABSENT),
-            (self._parent_life, 0),
-            (self._life, 0),
-            (self._kids, 0),
-            (self._home, ABSENT),
-            (self._score, 0.0),
-            (self._entry, nan),
-            (self._used, 0.0),
-            (self._digest, 0),
-        ]
-
-    # -- restart --------------------------------------------------------------------------------
-
-    def _kept(self) -> list[array[Any]]:
-        """The columns that `memory` tells besides the list and the last use."""
-        return [self._score]
-
-    def snapshot(self) -> dict[str, Any]:
-        """Scores and time are our own."""
-        return {"policy": self.name, "time": self._time}
-
-    def memory(self, chunks: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[list, last use, score, ...] of each."""
-        lists = np.frombuffer(self._home, np.int32)[chunks] % self._lists
-        columns = [np.frombuffer(c, c.typecode)[chunks] for c in (self._used, *self._kept())]
-        return np.stack([lists, *columns], axis=1).astype(np.float64)
-
-    def restore(self, state: dict[str, Any], ghosts: Ghostly, now: int) -> None:
-        if self._len:
-            raise ValueError("restore needs an empty policy")
-        if state.get("policy") != self.name:
-            raise ValueError(f"snapshot of policy {state.get('policy')!r}, this is {self.name!r}")
-        self._time = max(0, int(state["time"]))
-        self._origin = now - self._time  # the time in between is nobody's age

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from kvd.eviction.base import Ghostly
 from kvd.eviction.ghosts import Ghosts
-from kvd.eviction.leaves import ABSENT, SAME_USE_S, LeafPolicy, worth
+from kvd.eviction.leaves import SAME_USE_S, LeafPolicy, worth
 from kvd.eviction.odds import BINS, Odds, bin_of, bins_of
+from kvd.eviction.residents import ABSENT
 from kvd.eviction.walk import Walk
 from kvd.native import mypyc_attr
 
