@@ -66,9 +66,9 @@ class Arc(LeafPolicy):
             which = self._home[chunk] % 2
             self._ghosts[which].put(self._digest[chunk], (), self._peak)
 
-    def victims(self, queue: int, now: int) -> Iterator[int]:
+    def _pass(self, queue: int, now: int, *, stays: bool) -> Iterator[int]:
         home = queue * 2
-        walk = Walk(self, (home, home + 1))
+        walk = Walk(self, (home, home + 1), stays=stays)
         once, again = self._count.get(home, 0), self._count.get(home + 1, 0)
         share = self._target / max(self._len, 1)
         while True:

@@ -78,6 +78,11 @@ class Policy(ABC):
         removed; the caller stops when it has enough and calls `forget` for what it took. The
         iterator is dead after any other call that changes the policy."""
 
+    def leaves(self, queue: int, now: int) -> Iterator[int]:
+        """As `victims`, for a caller whose candidates may all have to stay: what was named does not
+        count as gone, so of a chain none is named but its end. Without a better way, all are."""
+        return self.victims(queue, now)
+
     def first(self, queue: int, now: int) -> int:
         """The first of `victims`, or -1: what is asked for as a rule."""
         return next(iter(self.victims(queue, now)), -1)

@@ -219,7 +219,13 @@ class LeafPolicy(Residents):
         self._kids[chunk] = 0
 
     def victims(self, queue: int, now: int) -> Iterator[int]:
-        walk = Walk(self, (queue * self._lists,))
+        return self._pass(queue, now, stays=False)
+
+    def leaves(self, queue: int, now: int) -> Iterator[int]:
+        return self._pass(queue, now, stays=True)
+
+    def _pass(self, queue: int, now: int, *, stays: bool) -> Iterator[int]:
+        walk = Walk(self, (queue * self._lists,), stays=stays)
         while True:
             chunk = walk.soon()
             if chunk < 0:

@@ -179,14 +179,14 @@ class Reuse(LeafPolicy):
                     best, least = chunk, value
         return best if best >= 0 else self._rest(queue)
 
-    def victims(self, queue: int, now: int) -> Iterator[int]:
+    def _pass(self, queue: int, now: int, *, stays: bool) -> Iterator[int]:
         time = self._peek(now)
         first = self._best(queue, time)
         if first < 0:
             return
         yield first
         base = queue * self._lists
-        walk = Walk(self, tuple(range(base, base + self._lists)))
+        walk = Walk(self, tuple(range(base, base + self._lists)), stays=stays)
         while True:
             if (chunk := walk.soon()) >= 0:
                 if chunk != first:

@@ -92,11 +92,11 @@ class S3Fifo(LeafPolicy):
             self._rehome(chunk, self._home[chunk] + 1)
             chunk = self._parent_of(chunk)
 
-    def victims(self, queue: int, now: int) -> Iterator[int]:
+    def _pass(self, queue: int, now: int, *, stays: bool) -> Iterator[int]:
         if self._settle(queue, now) < 0:
             return
         home = queue * 2
-        walk = Walk(self, (home, home + 1), veto=lambda chunk: self._uses[chunk] > 0)
+        walk = Walk(self, (home, home + 1), veto=lambda chunk: self._uses[chunk] > 0, stays=stays)
         small, main = self._count.get(home, 0), self._count.get(home + 1, 0)
         while True:
             chunk = walk.soon()

@@ -1,7 +1,7 @@
 """The order in which chunks would go, seen without changing anything.
 
 The law of this module: what is named counts as gone for the rest of the pass, so a parent follows
-when its last resident child has been named, at its own score.
+when its last resident child has been named, at its own score; unless what is named is said to stay.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Forest(Protocol):
 class Walk:
     """One pass over the lists of a queue as if what was named had gone: nothing is changed.
 
-    A parent joins when its last resident child has been named. `veto(chunk)` true: the chunk is
-    kept for the end of its list. Before all lists stands what was cooled, behind them what was
-    deferred.
+    A parent joins when its last resident child has been named; never, if what is named `stays`.
+    `veto(chunk)` true: the chunk is kept for the end of its list. Before all lists stands what was
+    cooled, behind them what was deferred.
     """
 
     def __init__(
@@ -48,10 +48,13 @@ class Walk:
         policy: Forest,
         homes: tuple[int, ...],
         veto: Callable[[int], bool] | None = None,
+        *,
+        stays: bool = False,
     ) -> None:
         self._policy = policy
         self._homes = homes
         self._veto = veto
+        self._stays = stays
         self._joined: set[int] = set()  # an entry may stand in a heap twice
         self._left: dict[int, int] = {}  # parent -> children not named yet
         self._late: list[list[int]] = [[] for _ in homes]
@@ -127,6 +130,8 @@ class Walk:
             heappush(self._front[which], (self._policy._score[chunk], chunk, _RESOLVED))
 
     def _named(self, chunk: int) -> int:
+        if self._stays:
+            return chunk
         policy = self._policy
         parent = policy._parent_of(chunk)
         if parent >= 0:

@@ -134,13 +134,21 @@ class Advice:
 
     def victims(self, queue: int, now: int) -> Iterator[int]:
         """Ends early where the policy fails: `turn` has changed then."""
+        return self._named(queue, now, stays=False)
+
+    def leaves(self, queue: int, now: int) -> Iterator[int]:
+        """The same of the policy's `leaves`."""
+        return self._named(queue, now, stays=True)
+
+    def _named(self, queue: int, now: int, *, stays: bool) -> Iterator[int]:
         named: Iterator[int] | None = None
         while True:
             try:
                 if named is None:
-                    named = (
-                        iter(()) if self.policy is None else iter(self.policy.victims(queue, now))
-                    )
+                    if (policy := self.policy) is None:
+                        return
+                    ask = policy.leaves if stays else policy.victims
+                    named = iter(ask(queue, now))
                 row = next(named, NONE)
             except BaseException as error:  # noqa: BLE001
                 self.fail("victims", error)

@@ -281,7 +281,7 @@ class Evictions:
         for queue in self._givers(queues, by, size):
             if not store.both.get(store.spaces.queue_tenants[queue]):
                 continue  # there is nothing to be found, and a walk costs
-            for n, row in enumerate(store.policy.victims(queue, store.now)):
+            for n, row in enumerate(store.policy.leaves(queue, store.now)):
                 if n >= _SKIPS:
                     break
                 if not store.chunks.below[row] or row in but:
@@ -391,7 +391,7 @@ class Evictions:
         row = policy.first(queue, store.now)
         if row != NONE and not store.keeping.by_row and self.legal(row):
             return row  # as a rule
-        for row in policy.victims(queue, store.now):
+        for row in policy.leaves(queue, store.now):  # above what stays, nothing may go
             if self.legal(row):
                 if not search.sparing or not store.keeping.spared(row, store.now):
                     break
