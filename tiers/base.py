@@ -195,6 +195,7 @@ class Completions:
 
     def __init__(self) -> None:
         self._done: deque[Completion] = deque()
+        self._told = False  # the loop was, and has not come yet
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
@@ -203,7 +204,8 @@ class Completions:
     def put(self, completion: Completion) -> None:
         """From any thread; never blocks, and drops nothing unless closed."""
         self._done.append(completion)
-        self.again()
+        if not self._told:  # each time it is a system call, and the interpreter is another's
+            self.again()
 
     def take(self) -> list[Completion]:
         """All that is there, oldest first. From one thread."""
@@ -211,6 +213,7 @@ class Completions:
             os.eventfd_read(self._fd)
         except BlockingIOError:
             pass
+        self._told = False  # before the first is taken: who puts one from here on tells again
         taken = []
         while self._done:
             taken.append(self._done.popleft())
@@ -219,6 +222,7 @@ class Completions:
     def again(self) -> None:
         """Not all that was taken was dealt with: be readable once more."""
         if self._fd >= 0:
+            self._told = True
             try:
                 os.eventfd_write(self._fd, 1)
             except BlockingIOError:  # the counter is full, so it is readable

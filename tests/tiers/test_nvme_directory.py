@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nvme_kit import MIB, disk, du, rig, slabs
@@ -13,9 +14,9 @@ from tiers_kit import Chunk, chunks
 
 from kvd.chunk import HEADER_BYTES
 from kvd.errors import ConfigError
-from kvd.tiers.base import Answer, State
+from kvd.tiers.base import Answer, Place, State
 from kvd.tiers.nvme.directory import Directory
-from kvd.tiers.nvme.layout import PAGE, Geometry, OtherVersion, slab_bytes
+from kvd.tiers.nvme.layout import PAGE, Geometry, OtherVersion, pages, slab_bytes
 from kvd.tiers.nvme.slab import table_of
 
 
@@ -266,3 +267,39 @@ def test_a_limit_that_holds_no_slab_is_refused(tmp_path: Path, bad: int) -> None
 def test_an_engine_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="none of auto, cufile, kvikio, direct, buffered"):
         disk(tmp_path, engine="warp").open()
+
+
+def test_room_is_told_without_counting_and_is_what_a_count_says(tmp_path: Path) -> None:
+    """Slabs of three sizes fill, empty, get lost and give way to each other."""
+    pick = random.Random(7)
+    it = rig(tmp_path, 6 * MIB)
+    sizes = (9_000, 60_000, 300_000)
+    backend = it.tier.backend.below
+    there: list[tuple[Chunk, Place]] = []
+    for n in range(400):
+        if pick.random() < 0.55:
+            chunk = Chunk(n, pick.choice(sizes))
+            done = it.one(chunk.write())
+            if done.answer is Answer.OK:
+                there.append((chunk, done.place))
+        elif there:
+            chunk, place = there.pop(pick.randrange(len(there)))
+            it.one(chunk.delete(place))
+        if n in (150, 300):
+            pick.choice(slabs(tmp_path)).unlink()
+            there = [(c, p) for c, p in there if it.one(c.read(p)).answer is Answer.OK]
+        for size in sizes:
+            assert it.tier.room(size) == counted_room(backend, size)
+    assert len(slabs(tmp_path)) > 1 and it.tier.usage().chunks == len(there)
+    it.close()
+
+
+def counted_room(backend: Any, length: int) -> int:
+    """By looking at every slab."""
+    size = slab_bytes(pages(length), backend._config.usual)
+    mine = [s for s in backend._slabs if s.geometry.slot_bytes == pages(length)]
+    others = [s for s in backend._slabs if s not in mine and not s.live]
+    empty = sum(slab.geometry.file_bytes for slab in others)
+    more = max(0, backend._slabs.left + empty) // size
+    slots = Geometry.of(0, pages(length), size, bytes(16)).slots
+    return sum(slab.free for slab in mine) + more * slots

@@ -104,7 +104,7 @@ class NvmeBackend(Backend):
         wrote = False
         try:
             self._move(slab, "write", slot, source)
-            if not slab.there():
+            if not slab.there_lately():
                 raise OSError(errno.ESTALE, "the slab was deleted or cut by somebody else")
             wrote = True
             slab.write_record(slot, header._replace(generation=generation))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from kvd.tiers.nvme.layout import PAGE, SUPER_BYTES, Geometry, OtherVersion
 from kvd.tiers.nvme.posix import Engine, File
 
 BATCH = 16384  # records read at a time: 8 MiB
+LOOK_NS = 20_000_000  # files are looked at beside writes no oftener than so
 
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -70,6 +72,7 @@ class Slab:
         self._high = 0  # slots from here on were never taken in this life
         self._freed: list[int] = []
         self.users = 0  # calls that are using the files now
+        self._seen = 0  # when the files were there last, as far as writes look
 
     # -- making and opening ---------------------------------------------------------------------
 
@@ -141,6 +144,17 @@ class Slab:
             and table.st_nlink > 0
             and table.st_size == self.geometry.table_bytes
         )
+
+    def there_lately(self) -> bool:
+        """The same for a write, which may well be told of files that go just after it: they are
+        looked at only now and then."""
+        now = time.monotonic_ns()
+        if now - self._seen < LOOK_NS:
+            return True
+        if not self.there():
+            return False
+        self._seen = now
+        return True
 
     def remove(self) -> None:
         """Take our files from the directory; what has their names by now is not touched. The slab

@@ -14,8 +14,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +62,8 @@ class Slabs:
         self._growing = threading.Lock()
         self._slabs: dict[int, Slab] = {}
         self._free: dict[int, dict[int, Slab]] = {}  # slot size -> slabs that have free slots
+        self._spare: Counter[int] = Counter()  # slot size -> free slots of all of them
+        self._empty: Counter[int] = Counter()  # slot size -> bytes of slabs that hold nothing
         self._alien: dict[int, int] = {}  # number -> bytes: files of others
         self._engine: Engine = PosixEngine(direct=False)
         self._held = 0
@@ -88,7 +92,7 @@ class Slabs:
             slab.live * (slab.geometry.slot_bytes + HEADER_BYTES) for slab in self._slabs.values()
         )
         for slab in self._slabs.values():
-            self._offer(slab)
+            self._enter(slab)
 
     def close(self) -> None:
         """Pre: no other call runs."""
@@ -127,19 +131,24 @@ class Slabs:
         """Refused NO_SPACE if limit or reserve are reached."""
         while True:
             with self._lock:
-                for slab in self._free.get(slot_bytes, {}).values():
+                slab = next(iter(self._free.get(slot_bytes, {}).values()), None)
+                if slab is not None:
                     return self._assign(slab)
             with self._growing:
                 with self._lock:
-                    if self._free.get(slot_bytes):
-                        continue  # somebody else grew it, or gave one back
-                self._grow(slot_bytes)
+                    free = self._free.get(slot_bytes)
+                if not free:  # nobody else grew it, or gave one back
+                    self._grow(slot_bytes)
 
     def _assign(self, slab: Slab) -> Taken:
         """Pre: the lock is held."""
+        size = slab.geometry.slot_bytes
         slot = slab.take()
+        self._spare[size] -= 1
         if not slab.free:
-            self._free[slab.geometry.slot_bytes].pop(slab.geometry.number, None)
+            self._free[size].pop(slab.geometry.number, None)
+        if not slab.live:
+            self._empty[size] -= slab.geometry.file_bytes
         slab.users += 1
         slab.live += 1
         self._chunks += 1
@@ -207,7 +216,7 @@ class Slabs:
             raise
         with self._lock:
             self._slabs[number] = slab
-            self._offer(slab)
+            self._enter(slab)
 
     def _create(self, geometry: Geometry) -> Slab:
         path = self._directory.slab_path(geometry.number)
@@ -229,14 +238,18 @@ class Slabs:
 
     @contextmanager
     def using(self, place: Place) -> Iterator[tuple[Slab, int]]:
-        """The slab and slot of a place, held open. Refused MISS if nothing lies there any more."""
+        """The slab and slot of a place, held open. Refused MISS if nothing lies there any more; who
+        is refused inside for want of a slab has it looked at."""
         slab = self.enter(place)
         if slab is None:
             raise Refused(Answer.MISS)
+        gone = False
         try:
             yield slab, place.at & 0xFFFFFFFF
-        finally:
+        except BaseException:
             gone = not slab.there()
+            raise
+        finally:
             with self._lock:
                 if gone:
                     self._lose(slab)
@@ -272,11 +285,15 @@ class Slabs:
 
     def _release(self, slab: Slab, slot: int, *, reuse: bool) -> None:
         """Pre: the lock is held."""
+        size = slab.geometry.slot_bytes
         slab.live -= 1
+        if not slab.live:
+            self._empty[size] += slab.geometry.file_bytes
         self._chunks -= 1
-        self._used -= slab.geometry.slot_bytes + HEADER_BYTES
+        self._used -= size + HEADER_BYTES
         if reuse:
             slab.give_back(slot)
+            self._spare[size] += 1
             self._offer(slab)
         if not slab.live and not slab.users and not slab.lost and self._short():
             self._notes.add("returned_slabs")  # others need the disk: it gets what we don't use
@@ -290,6 +307,14 @@ class Slabs:
             return self._directory.free_bytes() < self._config.reserve_bytes
         except OSError:
             return False
+
+    def _enter(self, slab: Slab) -> None:
+        """It is there, with what it holds. Pre: the lock is held, or no other call runs."""
+        size = slab.geometry.slot_bytes
+        self._spare[size] += slab.free
+        if not slab.live:
+            self._empty[size] += slab.geometry.file_bytes
+        self._offer(slab)
 
     def _offer(self, slab: Slab) -> None:
         """Its free slots may be taken. Pre: the lock is held, or no other call runs."""
@@ -307,7 +332,9 @@ class Slabs:
         self._used -= slab.live * (slab.geometry.slot_bytes + HEADER_BYTES)
         self._held -= slab.geometry.file_bytes
         slab.generations[:] = 0
-        slab.live = 0
+        if slab.live:
+            slab.live = 0
+            self._empty[slab.geometry.slot_bytes] += slab.geometry.file_bytes
         self._retire(slab)
 
     def _leave(self, slab: Slab) -> None:
@@ -318,9 +345,12 @@ class Slabs:
 
     def _retire(self, slab: Slab) -> None:
         """Take it out, and its files away; closed as soon as nobody is in it. Pre: the lock is
-        held."""
+        held, nothing lies in it."""
+        size = slab.geometry.slot_bytes
+        self._spare[size] -= slab.free
+        self._empty[size] -= slab.geometry.file_bytes
         self._slabs.pop(slab.geometry.number, None)
-        self._free.get(slab.geometry.slot_bytes, {}).pop(slab.geometry.number, None)
+        self._free.get(size, {}).pop(slab.geometry.number, None)
         slab.lost = True
         try:
             slab.remove()
@@ -342,12 +372,8 @@ class Slabs:
         if size > self._budget:
             return -1
         with self._lock:
-            free = sum(slab.free for slab in self._free.get(slot_bytes, {}).values())
-            empty = sum(
-                slab.geometry.file_bytes
-                for slab in self._slabs.values()
-                if not slab.live and slab.geometry.slot_bytes != slot_bytes
-            )
+            free = self._spare[slot_bytes]
+            empty = self._empty.total() - self._empty[slot_bytes]
             budget = self._budget - self._held + empty
         if free or budget < size:
             disk = budget
@@ -357,7 +383,7 @@ class Slabs:
             except OSError:
                 disk = 0
         more = max(0, min(budget, disk)) // size
-        return free + (more * Geometry.of(0, slot_bytes, size, bytes(16)).slots if more else 0)
+        return free + (more * _slots(slot_bytes, size) if more else 0)
 
     def to_empty(self, length: int) -> tuple[Place, ...]:
         slot_bytes = pages(length)
@@ -377,6 +403,12 @@ class Slabs:
     def usage(self) -> Usage:
         with self._lock:
             return Usage(self._config.limit_bytes, self._used, self._held, self._chunks)
+
+
+@lru_cache(maxsize=64)
+def _slots(slot_bytes: int, size: int) -> int:
+    """Of a slab of this size."""
+    return Geometry.of(0, slot_bytes, size, bytes(16)).slots
 
 
 def _no_room(size: int, free: int, reserve: int) -> str:
