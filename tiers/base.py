@@ -326,6 +326,10 @@ class Tier(ABC):
         jobs of one kind and tenant start in the order given. Deletes that stand together may be
         carried out together. Never raises, whatever the tier's state."""
 
+    def asked(self) -> None:  # noqa: B027 - most need not care
+        """An engine asks the daemon something now, and waits: what nobody waits for is not to be in
+        its way. From the loop; never blocks."""
+
     @abstractmethod
     def give_way(self, within_s: float) -> None:
         """Let a load that was submitted be begun, if somebody is free to: the caller waits for it,

@@ -220,6 +220,9 @@ class PooledTier(Tier):
                 self._taken.wait(within_s)
                 self._giving_way = False
 
+    def asked(self) -> None:
+        self._quiet.asked(self._clock())
+
     def set_weight(self, tenant: bytes, weight: float) -> None:
         with self._lock:
             self._waiting.set_weight(tenant, weight)

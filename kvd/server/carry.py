@@ -115,6 +115,8 @@ class Carrier:
         loads = kind is ev.Lookup and event.flags & _LOAD
         if loads or kind is ev.Load:
             self._transfers.hush()
+        if kind is ev.Lookup and self._ladder is not None:
+            self._ladder.asked()
         if loads and self._ladder is not None and self._ladder.tiers:
             if len(event.hashes) >= _FORERUN * ev.HASH_BYTES:
                 self._forerun(event)

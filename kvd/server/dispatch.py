@@ -29,6 +29,7 @@ from kvd.errors import (
 )
 from kvd.native import named
 from kvd.server.counters import Counters
+from kvd.server.holding import recv_bytes, recv_small
 from kvd.server.inline import Inline
 from kvd.server.limiter import LIMITED, Limiter
 from kvd.server.recording import Recorder
@@ -89,17 +90,20 @@ def receive(
 ) -> Message:
     """The next message of a ROUTER; zmq.Again if there is none. Small frames are copied out. Where
     it comes from is asked for if it came over tcp, or from one of `traced`: it costs a little."""
-    message = Message(socket.recv(DONTWAIT))
+    message = Message(recv_small(socket))
     # A ROUTER puts the identity before what has one frame at least. Frames say by themselves
     # whether more come: to ask the socket costs as much as to receive.
-    frame = socket.recv(DONTWAIT, copy=False)
     if tcp or message.identity in traced:
+        frame = socket.recv(DONTWAIT, copy=False)
         if tcp:
             message.user = _property(frame, "User-Id")
         message.source = int(frame.get(zmq.SRCFD))
-    message.first = frame.bytes
-    while frame.more:
+        message.first, more = frame.bytes, frame.more
+    else:
+        message.first, more = recv_bytes(socket)
+    while more:
         frame = socket.recv(DONTWAIT, copy=False)
+        more = frame.more
         if len(message.payload) < MAX_FRAMES_KEPT:
             message.payload.append(frame)
         else:

@@ -235,6 +235,11 @@ class Ladder:
                 tier.submit(jobs)
                 jobs.clear()
 
+    def asked(self) -> None:
+        """An engine asks something, and waits."""
+        for tier in self.tiers:
+            tier.asked()
+
     def give_way(self) -> None:
         """Let a worker that was given a load begin it, if one is free: it needs the interpreter for
         that, which else it would be handed when the loop waits next."""

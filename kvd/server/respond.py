@@ -16,6 +16,7 @@ import zmq
 
 from kvd.errors import ErrorCode, KvdError
 from kvd.server.counters import Counters
+from kvd.server.holding import send_bytes
 from kvd.server.requests import Request
 from kvd.server.sessions import Route, Session
 from kvd.server.unread import COUNTED, Unread
@@ -149,12 +150,12 @@ class Responder:
     def _send(self, route: Route, frames: list[bytes], session: Session | None) -> None:
         socket, identity = route
         try:
-            socket.send(identity, MORE)
+            send_bytes(socket, identity, MORE)
             size = len(frames[0]) if len(frames) == 1 else sum(map(len, frames))
             if size < COUNTED or session is None:
                 for frame in frames[:-1]:
-                    socket.send(frame, MORE)
-                socket.send(frames[-1], DONTWAIT)
+                    send_bytes(socket, frame, MORE)
+                send_bytes(socket, frames[-1], DONTWAIT)
             else:
                 self._send_counted(socket, frames, size, session)
         except zmq.Again:

@@ -19,6 +19,7 @@ import zmq
 from kvd.arena import ArenaOwner
 from kvd.core import events as ev
 from kvd.errors import ConfigError
+from kvd.server import holding
 from kvd.server.adoption import check_arena_path, open_core, policy_of
 from kvd.server.attach import AttachServer
 from kvd.server.carry import Carrier
@@ -135,6 +136,7 @@ class Server:
         )
         undo.callback(self.ladder.close)
         self.ladder.start()
+        holding.prefer(held=bool(plans))
         self.directory = plan_directory(config, plans)
         if self.directory is not None:
             undo.callback(self.directory.close)

@@ -15,6 +15,8 @@ from kvd.server.sessions import Route
 class Socket:
     """What was sent: identities and frames, in order."""
 
+    underlying = 0  # not one of libzmq's
+
     def __init__(self) -> None:
         self.sent: list[bytes] = []
 

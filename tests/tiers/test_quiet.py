@@ -45,6 +45,14 @@ def test_who_loads_does_not_rest_from_its_own_writes() -> None:
     assert quiet.most(1015) == 1
 
 
+def test_while_engines_ask_one_at_a_time_and_nothing_rests() -> None:
+    quiet = Quiet(50, 3)
+    quiet.asked(1000)
+    quiet.ended([OTHERS], 1000, 1010)
+    assert [quiet.most(now) for now in (1010, 1049, 1050)] == [1, 1, 3]
+    assert not quiet.lasts(1010), "writes are not made in pieces: there is no load to let through"
+
+
 def test_a_job_that_hung_makes_no_long_rest() -> None:
     quiet = Quiet(50, 3)
     quiet.begun([LOAD], 10_000)
@@ -55,6 +63,7 @@ def test_a_job_that_hung_makes_no_long_rest() -> None:
 
 def test_a_medium_whose_requests_do_not_slow_each_other_has_none() -> None:
     quiet = Quiet(0, 3)
+    quiet.asked(1000)
     quiet.begun([LOAD], 1000)
     quiet.ended([OTHERS], 1000, 1010)
     assert quiet.most(1010) == 3 and quiet.left_ns(1010) is None
@@ -80,6 +89,18 @@ def test_through_a_real_pool_one_write_at_a_time_runs_beside_loads_and_all_get_d
     rig.until(lambda: rig.faults.calls.get("put") == 2)
     assert rig.one(first.read(place)).answer is Answer.OK  # the workers had time to begin more
     assert rig.faults.calls["put"] == 2
+    rig.faults.release()
+    assert {done.answer for done in rig.wait(writes)} == {Answer.OK}
+
+
+def test_through_a_real_pool_one_write_at_a_time_runs_while_engines_ask(rig: Rig) -> None:
+    rig.faults.add("put", Fault.HANG)
+    rig.tier.asked()
+    writes: list[Job] = [Chunk(n).write() for n in range(2, 8)]
+    rig.tier.submit(writes)
+    rig.until(lambda: rig.faults.calls.get("put") == 1)
+    missed = rig.one(Chunk(1).read())  # the workers had time to begin more
+    assert missed.answer is Answer.MISS and rig.faults.calls["put"] == 1
     rig.faults.release()
     assert {done.answer for done in rig.wait(writes)} == {Answer.OK}
 
