@@ -71,12 +71,18 @@ class Access:
             dict.fromkeys([DEFAULT_NAMESPACE, *(rule.name for rule in self._rules), *tenants])
         )
 
-    def set_tenants(self, tenants: Iterable[Tenant]) -> None:
-        """These are all tenants from now on. ConfigError for a token file that can't be used."""
-        self._tenants = tuple(tenants)
-        for tenant in self._tenants:
+    def read_tokens(self, tenants: Iterable[Tenant]) -> None:
+        """What `set_tenants` needs of these. ConfigError for a token file that can't be used."""
+        for tenant in tenants:
             if tenant.token_file is not None and tenant.token_file not in self._files:
                 self._files[tenant.token_file] = _read_token(tenant.token_file)
+
+    def set_tenants(self, tenants: Iterable[Tenant]) -> None:
+        """These are all tenants from now on. ConfigError, and they are not, for a token file that
+        can't be used."""
+        tenants = tuple(tenants)
+        self.read_tokens(tenants)
+        self._tenants = tenants
 
     def grant(self, peer: Peer, token: bytes | None, wanted: str | None = None) -> Grant:
         """The namespace and role of a peer. `wanted`: `public`, for who may write there. AuthError

@@ -271,8 +271,7 @@ class Desk:
         self.ladder.probe(tier, done, PROBE_S)
 
     def tenant(self, request: Request, message: m.Tenant) -> None:
-        grant = request.session.grant
-        reply = self.tenancy.carry_out(message, grant, self.carrier.core)
+        reply = self.tenancy.carry_out(message, request.session, self.carrier.core)
         request.respond.result(request, reply, ())
 
     def own_stat(self, stat: dict[str, Any], *, admin: bool) -> dict[str, Any]:

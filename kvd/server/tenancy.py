@@ -74,17 +74,23 @@ class Tenancy:
         self._access = access
         self._tcp = tcp
         self._weigh = weigh
+        self._asking: Session | None = None
+        registry.check = self._check
         registry.changed = self._changed
         for tenant in registry.tenants():
             weigh(tenant.name, tenant.rules.tiers)
         self._let_in()
 
-    def _let_in(self) -> None:
-        tenants = self._registry.tenants()
+    def _check(self, tenants: list[Tenant]) -> None:
+        """Before these are kept: a token file that can't be read would stop the next start."""
         try:
-            self._access.set_tenants(tenants)
+            self._access.read_tokens(tenants)
         except ConfigError as error:
             raise BadKey(str(error)) from None
+
+    def _let_in(self) -> None:
+        tenants = self._registry.tenants()
+        self._access.set_tenants(tenants)
         if self._tcp is not None:
             self._tcp.added = curve_clients(tenants)
 
@@ -94,11 +100,19 @@ class Tenancy:
         self._weigh(name, {} if tenant is None else tenant.rules.tiers)
         if tenant is None:
             for session in self.host.sessions.all():
-                if session.grant.namespace == name:
+                if session.grant.namespace == name and session is not self._asking:
                     self.host.end(session, "removed")
 
-    def carry_out(self, message: m.Tenant, grant: Grant, core: Core) -> m.TenantReply:
-        """One command. AuthError, BadKey; InternalError if it could not be kept."""
+    def carry_out(self, message: m.Tenant, session: Session, core: Core) -> m.TenantReply:
+        """One command. AuthError, BadKey; InternalError if it could not be kept. Who removes the
+        own tenant keeps this session: it has still to be told."""
+        self._asking, grant = session, session.grant
+        try:
+            return self._carry_out(message, grant, core)
+        finally:
+            self._asking = None
+
+    def _carry_out(self, message: m.Tenant, grant: Grant, core: Core) -> m.TenantReply:
         if message.command not in _LOOKS and not grant.admin:
             raise AuthError(f"tenant {message.command} needs the admin role")
         token = None if message.command in _LOOKS else self._change(message)
@@ -118,16 +132,17 @@ class Tenancy:
 
     def _change(self, message: m.Tenant) -> str | None:
         registry, given = self._registry, dict(message.settings)
-        flags = {key: bool(given.pop(key, False)) for key in ("token", "keep")}
+        flag = {"add": "token", "rotate": "keep"}.get(message.command)
+        wanted = bool(given.pop(flag, False)) if flag is not None else False
         if message.command == "add":
-            return registry.add(message.name, given, token=flags["token"])
+            return registry.add(message.name, given, token=wanted)
         if message.command == "set":
             registry.set(message.name, given)
             return None
         if given:
             raise BadKey(f"{message.command} takes no settings, {next(iter(given))!r} came")
         if message.command == "rotate":
-            return registry.rotate(message.name, keep=flags["keep"])
+            return registry.rotate(message.name, keep=wanted)
         registry.remove(message.name)
         return None
 

@@ -18,7 +18,7 @@ from kvd.core.shares import Amount, TenantRules, TierShare
 from kvd.errors import BadKey
 from kvd.server.sizes import LARGEST, parse_size
 
-__all__ = ["TIERS", "Tenant", "parse_tenant", "raw_key", "shown_tenant"]
+__all__ = ["TIERS", "Tenant", "check_keys", "parse_tenant", "raw_key", "shown_tenant"]
 
 TIERS = ("dram", "hbm", "nvme", "redis", "s3")
 _KEYS = (
@@ -65,10 +65,7 @@ def parse_tenant(name: object, given: object, *, stored: bool = False) -> Tenant
         raise ValueError(str(refused)) from None
     if not isinstance(given, Mapping):
         raise ValueError(f"{checked!r} is not a table; write [tenants.NAME]")
-    known = (*_KEYS, *TIERS, *(_STORED if stored else ()))
-    for key in given:
-        if key not in known:
-            raise ValueError(f"{checked!r}: unknown key {key!r}; known are " + ", ".join(known))
+    check_keys(checked, given, stored=stored)
     try:
         return Tenant(
             checked,
@@ -85,6 +82,19 @@ def parse_tenant(name: object, given: object, *, stored: bool = False) -> Tenant
         )
     except ValueError as refused:
         raise ValueError(f"{checked!r}: {refused}") from None
+
+
+def check_keys(name: str, given: Mapping[str, Any], *, stored: bool = False) -> None:
+    """ValueError for a key that no tenant has, whatever its value."""
+    known = (*_KEYS, *TIERS, *(_STORED if stored else ()))
+    for key, value in given.items():
+        if key not in known:
+            raise ValueError(f"{name!r}: unknown key {key!r}; known are " + ", ".join(known))
+        if key in TIERS and isinstance(value, Mapping):
+            try:
+                _check_share(value, key)
+            except ValueError as refused:
+                raise ValueError(f"{name!r}: {refused}") from None
 
 
 def shown_tenant(tenant: Tenant, *, secrets: bool = False) -> dict[str, Any]:
@@ -120,12 +130,15 @@ def raw_key(key: str) -> bytes:
 # -- values -------------------------------------------------------------------------------------
 
 
-def _share(given: object, tier: str) -> TierShare:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{tier} is not a table; write [tenants.NAME.{tier}]")
+def _check_share(given: Mapping[Any, Any], tier: str) -> None:
     for key in given:
         if key not in _SHARE_KEYS:
             raise ValueError(f"{tier}: unknown key {key!r}; known are " + ", ".join(_SHARE_KEYS))
+
+
+def _share(given: object, tier: str) -> TierShare:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{tier} is not a table; write [tenants.NAME.{tier}]")
     least = _amount(given.get("min", 0), f"{tier}.min")
     most = _amount(given["max"], f"{tier}.max") if "max" in given else None
     if most is not None and (least.part > most.part > 0 or least.bytes > most.bytes > 0):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from kvd.errors import BadKey, ConfigError, InternalError
 from kvd.server.files import open_file
-from kvd.server.tenantrules import Tenant, parse_tenant, raw_key, shown_tenant
+from kvd.server.tenantrules import Tenant, check_keys, parse_tenant, raw_key, shown_tenant
 
 __all__ = ["Registry", "state_path", "token_digest"]
 
@@ -63,12 +63,14 @@ def state_path(
 
 
 class Registry:
-    """`changed(name, tenant)` is called for each tenant that is new, other, or gone (None)."""
+    """`check(tenants)` is asked before these are kept, and raises BadKey if nobody could go by them;
+    `changed(name, tenant)` is called for each tenant that is new, other, or gone (None)."""
 
     def __init__(self, configured: Iterable[Tenant], path: str) -> None:
         self.path = path
         self._configured = {tenant.name: tenant for tenant in configured}
         self._added: dict[str, Tenant] = {}
+        self.check: Callable[[list[Tenant]], None] = lambda tenants: None
         self.changed: Callable[[str, Tenant | None], None] = lambda name, tenant: None
         self._load()
 
@@ -113,6 +115,10 @@ class Registry:
     def set(self, name: str, given: Mapping[str, Any]) -> None:
         """Change what is given, and leave the rest. A value of None takes a key back. BadKey."""
         tenant = self._own(name)
+        try:
+            check_keys(name, given)  # one that is taken back is seen by no parser
+        except ValueError as refused:
+            raise BadKey(str(refused)) from None
         merged = shown_tenant(tenant)
         for key, value in given.items():
             if value is None:
@@ -162,6 +168,7 @@ class Registry:
     def _put(self, tenant: Tenant) -> None:
         self._check_distinct(tenant)
         changed = {**self._added, tenant.name: tenant}
+        self.check([*self._configured.values(), *changed.values()])
         self._store(changed)
         self._added = changed
         self.changed(tenant.name, tenant)

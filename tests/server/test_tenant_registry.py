@@ -155,6 +155,37 @@ def test_changes_merge_and_nothing_takes_a_key_back(tmp_path: Path) -> None:
     assert Registry([], registry.path).get("a") == tenant
 
 
+@pytest.mark.parametrize("given", [{"dram": {"mni": None}}, {"nvem": None}, {"token": None}])
+def test_a_key_that_there_is_not_can_not_be_taken_back(
+    tmp_path: Path, given: dict[str, Any]
+) -> None:
+    """A typing error would read as done."""
+    registry = Registry([], str(tmp_path / "t.json"))
+    registry.add("a", {"dram": {"min": "10%"}}, token=False)
+    with pytest.raises(BadKey, match="unknown key"):
+        registry.set("a", given)
+    assert shown_tenant(registry.get("a")) == {"dram": {"min": "10%"}}
+
+
+def test_what_nobody_could_go_by_is_not_kept(tmp_path: Path) -> None:
+    registry = Registry([], str(tmp_path / "t.json"))
+    asked: list[list[str]] = []
+
+    def check(tenants: list[Tenant]) -> None:
+        asked.append([tenant.name for tenant in tenants])
+        if any(tenant.token_file for tenant in tenants):
+            raise BadKey("no such file")
+
+    registry.check = check
+    registry.add("a", {}, token=False)
+    with pytest.raises(BadKey, match="no such file"):
+        registry.add("b", {"token_file": "/nowhere"}, token=False)
+    with pytest.raises(BadKey, match="no such file"):
+        registry.set("a", {"token_file": "/nowhere"})
+    assert asked == [["a"], ["a", "b"], ["a"]]
+    assert Registry([], registry.path).tenants() == registry.tenants() == [Tenant("a")]
+
+
 def test_a_rotated_token_replaces_the_old_one_now_or_with_the_next(tmp_path: Path) -> None:
     registry = Registry([], str(tmp_path / "t.json"))
     first = registry.add("a", {}, token=True)

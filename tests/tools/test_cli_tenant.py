@@ -14,7 +14,7 @@ from daemon import DaemonProcess
 
 from kvd.chunk import Outcome
 from kvd.client import Client
-from kvd.errors import AuthError, KvdError
+from kvd.errors import AuthError, BadKey, KvdError
 
 CONFIG = """
 [tenancy]
@@ -74,6 +74,33 @@ def test_a_tenant_is_added_lets_its_members_in_and_is_removed(daemon: DaemonProc
             member.lookup(member.register(stored.spec), stored.hashes)
     with Client(daemon.socket, token=token) as late, pytest.raises(AuthError):
         late.info()
+
+
+def test_who_removes_the_own_tenant_is_told_that_it_is_done(daemon: DaemonProcess) -> None:
+    """Its other sessions end: another life under that name begins with nothing of theirs."""
+    token = added(daemon, "own", "--token")
+    with Client(daemon.socket, token=token) as member, Client(daemon.socket, token=token) as asker:
+        store_chain(member, a_spec(), 3)
+        assert asker.tenant("remove", "own").rows[0]["origin"] == "seen"
+        with pytest.raises(AuthError):
+            member.stat()
+        with pytest.raises(BadKey, match="unknown"):
+            asker.tenant("remove", "own")
+    added(daemon, "default", "--token")  # whose session the command itself has
+    done = kvd_cli("--socket", daemon.socket, "tenant", "remove", "default", "--json")
+    assert (done.code, done.json["tenant"]["origin"]) == (0, "seen"), done.err
+
+
+def test_a_token_file_that_can_not_be_read_is_refused_and_stops_no_start(tmp_path: Path) -> None:
+    with DaemonProcess(arena_size="16MiB", config="") as daemon:
+        with Client(daemon.socket) as admin:
+            with pytest.raises(BadKey, match="No such file"):
+                admin.tenant("add", "lost", {"token_file": str(tmp_path / "none")})
+            with pytest.raises(BadKey, match="unknown"):
+                admin.tenant("show", "lost")
+            admin.tenant("add", "found", {"uids": [12345]})
+        daemon.restart()
+        assert shown(daemon, "found")["settings"] == {"uids": [12345]}
 
 
 def test_what_was_added_survives_a_kill() -> None:
