@@ -24,6 +24,7 @@ from kvd.core import events as ev
 from kvd.core.shares import TierShare
 from kvd.server.files import open_file
 from kvd.server.loop import SHARE_NS
+from kvd.server.owed import UNPAID, Owed
 from kvd.server.tiers import TierPlan
 from kvd.server.transfers import Job, Transfers
 from kvd.tiers import base as t
@@ -82,6 +83,7 @@ class Ladder:
         self._told: list[tuple[bool, bool] | None] = [None for _ in plans]
         self._kept: dict[int, t.Buffer] = {}  # by job: payloads on their way to another tier
         self._probes: dict[object, Callable[[t.Completion], None]] = {}
+        self._owed: list[Owed] = []
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -90,6 +92,7 @@ class Ladder:
         for plan in self.plans:
             tier = plan.make(self.completions)
             self.tiers.append(tier)
+            self._owed.append(Owed(by_key=tier.by_key))
             self.reports.append(tier.start())
 
     def recover(self, core: Any, carry: Callable[[list[Any]], None], transfers: Transfers) -> None:
@@ -191,6 +194,8 @@ class Ladder:
         self._jobs[action.tier].append(self._job(action))
 
     def _job(self, action: Any) -> t.Job:
+        if isinstance(action, ac.TierWrite) and self._owed[action.tier]:
+            self._owed[action.tier].written(t.Key.of(action.header))
         if isinstance(action, ac.TierWrite) and action.kept:
             return t.Write(action, action.header, self._kept.pop(action.kept), action.deadline)
         if isinstance(action, ac.TierWrite):
@@ -266,7 +271,9 @@ class Ladder:
 
     def _take(self, done: t.Completion) -> None:
         token = done.job.token
-        if isinstance(done.job, t.Probe):
+        if isinstance(done.job, t.Delete):
+            self._deleted(done)
+        elif isinstance(done.job, t.Probe):
             asked = self._probes.pop(token, None)
             if asked is not None:
                 asked(done)
@@ -280,10 +287,21 @@ class Ladder:
                 self.completed(token, done)
             self.feed(self._event(token, done))
 
+    def _deleted(self, done: t.Completion) -> None:
+        action = done.job.token
+        if not isinstance(action, ac.TierDelete):
+            assert isinstance(action, tuple)
+            action[0].answered(done, time.monotonic_ns())
+            return
+        if done.answer in UNPAID:
+            assert isinstance(done.job, t.Delete)
+            self._owed[action.tier].add(done.job)
+        if self.completed is not None:
+            self.completed(action, done)
+        self.feed(ev.TierDeleted(action.job, ev.TierAnswer(done.answer.value)))
+
     def _event(self, action: Any, done: t.Completion) -> Any:
         answer = ev.TierAnswer(done.answer.value)
-        if isinstance(action, ac.TierDelete):
-            return ev.TierDeleted(action.job, answer)
         if not isinstance(action, ac.TierWrite):
             return ev.TierReadDone(action.job, answer, done.header)
         empty = tuple(place.at for place in done.empty)
@@ -300,6 +318,11 @@ class Ladder:
                     )
                 self._told[number] = told
                 self.feed(ev.TierState(number, *told))
+            if tier.writable and self._owed[number]:
+                within = self.plans[number].config.write_ns
+                due = self._owed[number].due(time.monotonic_ns(), within)
+                if due:
+                    tier.submit(due)
 
     # -- for operators --------------------------------------------------------------------------
 
@@ -317,7 +340,7 @@ class Ladder:
         """The core's rows of tiers, with what the tiers say of themselves: to who is no
         administrator, how full they are and no more."""
         found = list(rows[:1])
-        for row, tier in zip(rows[1:], self.tiers, strict=True):
+        for row, tier, owed in zip(rows[1:], self.tiers, self._owed, strict=True):
             said = tier.stat()
             if not admin:
                 full = {
@@ -345,7 +368,7 @@ class Ladder:
                     "last_error_unix_ns": said.last_error_unix_ns,
                     "answers": said.answers,
                     "reasons": said.reasons,
-                    "notes": said.notes,
+                    "notes": {**said.notes, **({"deletes_owed": len(owed)} if owed else {})},
                 }
             )
         return found

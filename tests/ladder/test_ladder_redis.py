@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 import uuid
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from remote_kit import (
 )
 from servers import Redis
 
-from kvd.client import Client
+from kvd.client import Client, Selector
 
 
 def on(server: Redis, **more: object) -> list[str]:
@@ -123,6 +124,51 @@ def test_a_server_that_goes_away_is_degraded_and_heals(own: Redis) -> None:
         healed(client, "redis")
         store(client, handle, chain("back", 4))
         until(lambda: tier(client, "redis")["chunks"] >= 4)
+
+
+def notes(client: Client) -> dict[str, int]:
+    found: dict[str, int] = tier(client, "redis")["notes"]
+    return found
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_was_evicted_while_the_server_was_away_is_deleted_when_it_is_back(
+    own: Redis, kept: bool
+) -> None:
+    """Its bytes count against the limit until then, and the next start would bring it back."""
+    flags = on(own, redis_write="through", redis_read_s=0.5, redis_write_s=0.5, tiers_retry_s=1)
+    with daemon(*flags) as process, Client(process.socket) as client:
+        handle = client.register(spec())
+        store(client, handle, chain("gone", 8))
+        store(client, handle, chain("again", 4))
+        until(lambda: tier(client, "redis")["chunks"] == 12)
+        server = own._process.process
+        if kept:  # it hangs, and has all of it afterwards
+            server.send_signal(signal.SIGSTOP)
+        else:
+            own.stop()
+        try:
+            client.evict(Selector(everything=True))
+            store(client, handle, chain("unwritten", 8))
+            until(lambda: tier(client, "redis")["state"] == "degraded")
+            until(lambda: notes(client).get("deletes_owed") == 12)
+            assert (tier(client, "redis")["chunks"], tier(client, "redis")["stored"]) == (0, 12)
+        finally:
+            server.send_signal(signal.SIGCONT) if kept else own.start()
+        healed(client, "redis")
+        store(client, handle, chain("again", 4))
+        until(lambda: tier(client, "redis")["chunks"] >= 4)
+        until(lambda: not counters(client)["moving"] and "deletes_owed" not in notes(client))
+        until(lambda: tier(client, "redis")["pending"] == 0)
+        there = tier(client, "redis")
+        assert there["stored"] == there["chunks"]
+        assert there["used_bytes"] == there["chunks"] * (SIZE + 512)
+        process.kill()
+        process.start()
+        handle = client.register(spec())
+        until(lambda: tier(client, "redis")["chunks"] >= 4)
+        assert load(client, handle, chain("again", 4)) == [OK] * 4
+        assert OK not in load(client, handle, chain("gone", 8))
 
 
 def test_a_start_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""Deletions that a tier could not carry out when they were due.
+
+The law of this module: what the core has forgotten is deleted in the end, although its medium was
+away: else its bytes would count against the tier's limit until the next start, and that would take
+it up again. What is written anew under its name meanwhile stays. Bounded: beyond it the oldest are
+given up, and so is what a medium that works has refused several times.
+"""
+
+from __future__ import annotations
+
+from kvd.tiers.base import NOWHERE, Answer, Completion, Delete, Key, Place
+
+__all__ = ["UNPAID", "Owed"]
+
+NS = 1_000_000_000
+MOST = 65_536
+TRIES = 8  # more than the failures in a row by which a medium is known to be away
+BATCH = 64
+PAUSE_NS = NS // 2  # after a failure, and twice as long after each further one
+LONGEST_NS = 30 * NS
+
+# Answers to a deletion after which it may still lie there.
+UNPAID = frozenset({Answer.OFF, Answer.FAILED, Answer.TIMEOUT})
+
+
+class Owed:
+    """What one tier is to delete when it can, and the token of these jobs. For the loop's thread.
+    `by_key`: a shard lies under its name, wherever it was."""
+
+    def __init__(self, *, by_key: bool, most: int = MOST) -> None:
+        self._by_key = by_key
+        self._most = most
+        self._tries: dict[tuple[Key, Place], int] = {}  # in the order in which they came
+        self._under_way = 0
+        self._pause = PAUSE_NS
+        self._not_before = 0
+
+    def __len__(self) -> int:
+        return len(self._tries)
+
+    def add(self, job: Delete, tries: int = 0) -> None:
+        if len(self._tries) >= self._most:
+            del self._tries[next(iter(self._tries))]
+        self._tries[job.key, NOWHERE if self._by_key else job.place] = tries
+
+    def written(self, key: Key) -> None:
+        """It is written again: where a shard lies under its name, that is not to be deleted."""
+        if self._by_key:
+            self._tries.pop((key, NOWHERE), None)
+
+    def due(self, now: int, within: int) -> list[Delete]:
+        """Some of them, to be handed to the tier, which says that it works; no more before these
+        are answered, and after a failure not at once. `within`: their deadline, ns from now on."""
+        if self._under_way or now < self._not_before:
+            return []
+        jobs = [
+            Delete((self, self._tries[what]), *what, now + within)
+            for what in list(self._tries)[:BATCH]
+        ]
+        for job in jobs:
+            del self._tries[job.key, job.place]
+        self._under_way = len(jobs)
+        return jobs
+
+    def answered(self, done: Completion, now: int) -> None:
+        """One of those that were due."""
+        assert isinstance(done.job, Delete) and isinstance(done.job.token, tuple)
+        self._under_way -= 1
+        tries = done.job.token[1] + (done.answer is not Answer.OFF)
+        if done.answer not in UNPAID:
+            self._pause = PAUSE_NS
+        elif tries < TRIES:
+            self.add(done.job, tries)
+        if not self._under_way and done.answer in UNPAID:
+            self._not_before = now + self._pause
+            self._pause = min(2 * self._pause, LONGEST_NS)

@@ -1,0 +1,86 @@
+"""Deletions that a tier could not carry out: they are asked for again when it works."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.server.owed import BATCH, LONGEST_NS, PAUSE_NS, TRIES, UNPAID, Owed
+from kvd.tiers.base import NOWHERE, Answer, Completion, Delete, Key, Place
+
+
+
+def delete(number: int, place: Place = NOWHERE) -> Delete:
+    key = Key(1, b"n" * 32, b"s" * 32, number.to_bytes(32, "little"), 0)
+    return Delete("the core's", key, place)
+
+
+def answer(owed: Owed, jobs: list[Delete], answer: Answer, now: int = 0) -> None:
+    for job in jobs:
+        owed.answered(Completion(job, answer), now)
+
+
+def test_all_are_asked_for_in_their_order_some_at_a_time() -> None:
+    owed = Owed(by_key=False)
+    jobs = [delete(n, Place(n, 7)) for n in range(BATCH + 5)]
+    for job in jobs:
+        owed.add(job)
+    first = owed.due(3, 4)
+    assert [(job.key, job.place) for job in first] == [(j.key, j.place) for j in jobs[:BATCH]]
+    assert all(job.deadline == 7 for job in first) and owed.due(3, 4) == []
+    answer(owed, first, Answer.OK)
+    second = owed.due(3, 4)
+    assert [job.key for job in second] == [job.key for job in jobs[BATCH:]]
+    answer(owed, second, Answer.MISS)
+    assert len(owed) == 0 and owed.due(3, 4) == []
+
+
+def test_a_medium_that_is_away_again_costs_no_try_and_one_that_refuses_does() -> None:
+    owed = Owed(by_key=True)
+    owed.add(delete(1))
+    now = 0
+    for _ in range(TRIES + 2):
+        now += LONGEST_NS
+        answer(owed, owed.due(now, 1), Answer.OFF, now)
+    for left in range(TRIES, 0, -1):
+        now += LONGEST_NS
+        jobs = owed.due(now, 1)
+        assert len(jobs) == 1, left
+        answer(owed, jobs, Answer.FAILED, now)
+    assert len(owed) == 0
+
+
+def test_after_a_failure_there_is_a_pause_that_grows_until_something_went_well() -> None:
+    owed = Owed(by_key=True)
+    for n in range(3):
+        owed.add(delete(n))
+    now = 0
+    for pause in (PAUSE_NS, 2 * PAUSE_NS, 4 * PAUSE_NS):
+        jobs = owed.due(now, 1)
+        assert len(jobs) == 3
+        answer(owed, jobs, Answer.TIMEOUT, now)
+        assert owed.due(now + pause - 1, 1) == []
+        now += pause
+    jobs = owed.due(now, 1)
+    answer(owed, jobs[:2], Answer.OK, now)
+    answer(owed, jobs[2:], Answer.FAILED, now)
+    assert owed.due(now + PAUSE_NS - 1, 1) == [] and len(owed.due(now + PAUSE_NS, 1)) == 1
+
+
+@pytest.mark.parametrize(("by_key", "left"), [(True, 0), (False, 1)])
+def test_what_is_written_anew_under_its_name_stays(by_key: bool, left: int) -> None:
+    owed = Owed(by_key=by_key)
+    owed.add(delete(1, Place(3, 4)))
+    owed.written(delete(1).key)
+    assert len(owed) == left
+
+
+def test_beyond_the_bound_the_oldest_are_given_up() -> None:
+    owed = Owed(by_key=True, most=3)
+    for n in range(5):
+        owed.add(delete(n))
+    assert [job.key for job in owed.due(0, 1)] == [delete(n).key for n in (2, 3, 4)]
+
+
+def test_every_answer_after_which_it_may_lie_there_is_owed() -> None:
+    assert set(Answer) - UNPAID >= {Answer.OK, Answer.MISS}
+    assert {Answer.OFF, Answer.FAILED, Answer.TIMEOUT} == UNPAID
