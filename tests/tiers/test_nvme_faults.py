@@ -385,6 +385,27 @@ def test_an_engine_that_fails_later_is_replaced_and_nothing_is_lost(
     one.close()
 
 
+def test_a_file_system_that_refuses_direct_reads_since_it_is_read_only_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does ext4 after errors=remount-ro: reads are served."""
+    monkeypatch.setattr("kvd.tiers.nvme.choose.PosixEngine", Refusing)
+    monkeypatch.setattr(Refusing, "when", "read")
+    monkeypatch.setattr(Refusing, "after", 1 << 30)
+    monkeypatch.setattr(Refusing, "code", errno.EROFS)
+    one = rig(tmp_path)
+    some = list(chunks(8))
+    places = [one.one(chunk.write()).place for chunk in some]
+    assert one.tier.stat().engine == "o_direct"
+    monkeypatch.setattr(Refusing, "after", 0)
+    for chunk, place in zip(some, places, strict=True):
+        job = chunk.read(place)
+        assert one.one(job).answer is Answer.OK and bytes(job.into) == bytes(chunk.memory)
+    stat = one.tier.stat()
+    assert (stat.engine, stat.reasons, stat.state) == ("buffered", {}, State.READY)
+    one.close()
+
+
 def test_an_error_of_the_disk_is_not_blamed_on_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -546,6 +567,45 @@ try:
     raise SystemExit("an empty read-only directory can be no tier")
 except ConfigError as error:
     assert "Read-only" in str(error), error
+""",
+    )
+
+
+def test_a_file_system_that_was_read_only_at_start_is_written_when_it_can_be(
+    tmp_path: Path,
+) -> None:
+    """It heals by itself; what is read meanwhile is read on, and all of it survives a restart."""
+    mounted(
+        tmp_path,
+        "size=12m",
+        """
+it = rig(where)
+old = list(chunks(3))
+places = [it.one(chunk.write()).place for chunk in old]
+engine = it.report.engine
+it.close()
+subprocess.run(["mount", "-o", "remount,ro", str(where)], check=True)
+it = rig(where)
+assert it.recovered() == {c.key: p for c, p in zip(old, places)}
+assert it.one(Chunk(50).write()).answer is Answer.FAILED
+assert it.tier.state is State.DEGRADED
+subprocess.run(["mount", "-o", "remount,rw", str(where)], check=True)
+reading = next(iter(it.tier.backend.below._slabs))
+reading.users += 1  # somebody is in it all the time
+it.until(lambda: it.tier.state is State.READY)
+new = list(chunks(200, 100_000, first=100))[:20]
+there = [it.one(chunk.write()).place for chunk in [*new, Chunk(51)]]
+assert all(p.generation for p in there), it.tier.stat()
+assert it.one(old[0].delete(places[0])).answer is Answer.OK
+for chunk, place in [*zip(old[1:], places[1:]), *zip(new, there)]:
+    job = chunk.read(place)
+    assert it.one(job).answer is Answer.OK and bytes(job.into) == bytes(chunk.memory)
+assert it.tier.stat().engine == engine
+reading.users -= 1
+it.close()
+again = rig(where)
+assert set(again.recovered()) == {c.key for c in [*old[1:], *new, Chunk(51)]}
+again.close()
 """,
     )
 

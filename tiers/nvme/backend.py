@@ -191,7 +191,7 @@ class NvmeBackend(Backend):
             else:
                 file.read(at, memory)
         except OSError as error:
-            below = _below(slab.engine, error)
+            below = _below(slab.engine, error, what)
             if below is None or not slab.there():
                 raise
             other = below.open(slab.path)
@@ -219,7 +219,7 @@ class NvmeBackend(Backend):
                 self._directory.release()
                 self._directory.claim()
             if write and self._directory.read_only:
-                raise OSError(errno.EROFS, "the file system is read-only")
+                self._write_again()
             path = self._directory.path / PROBE_NAME
             if write:
                 path = make_probe(self._directory.path)
@@ -228,6 +228,18 @@ class NvmeBackend(Backend):
         except OSError as error:
             raise refusal(error) from error
         return ProbeReport(self.engine, f"{self._directory.path}: {self.engine} works")
+
+    def _write_again(self) -> None:
+        """It could only be read at the start, and may be written by now. OSError if not."""
+        directory = self._directory
+        if not directory.take_for_writing():
+            raise OSError(errno.EROFS, "the file system is read-only")
+        make_probe(directory.path)
+        config = self._config
+        engine, _ = choose(config.engine, directory.path, threads=config.threads)
+        self._slabs.write_again(engine)
+        directory.read_only = False
+        log.info("tier nvme: %s can be written again: %s", directory.path, engine.name)
 
     # -- telling --------------------------------------------------------------------------------
 
@@ -251,10 +263,14 @@ class NvmeBackend(Backend):
         self._directory.release()
 
 
-def _below(engine: Engine, error: OSError) -> Engine | None:
-    """The engine to try when this one fails so; None if it is the disk's failure."""
+def _below(engine: Engine, error: OSError, what: str) -> Engine | None:
+    """The engine to try when this one fails so; None if it is the disk's failure. A file system
+    that has become read-only may refuse direct reads and no others: Linux looks for dirty pages
+    first, and ext4 answers that with EROFS."""
     if engine.name in ("cufile", "kvikio-posix"):
         return PosixEngine(direct=True)
     if engine.name == "o_direct" and error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+        return PosixEngine(direct=False)
+    if engine.name == "o_direct" and error.errno == errno.EROFS and what == "read":
         return PosixEngine(direct=False)
     return None

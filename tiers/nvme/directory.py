@@ -74,6 +74,22 @@ class Directory:
         here = os.fstat(self._lock)
         return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
+    def take_for_writing(self) -> bool:
+        """Whether what was claimed to be read can be written by now. Its lock is held as before."""
+        try:
+            fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        self._sign(fd)
+        os.close(fd)
+        return True
+
+    @staticmethod
+    def _sign(fd: int) -> None:
+        """Whose it is, for error messages."""
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+
     def release(self) -> None:
         if self._lock >= 0:
             os.close(self._lock)
@@ -107,8 +123,7 @@ class Directory:
             ) from None
         self._lock = fd
         if not self.read_only:
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            self._sign(fd)
 
     def _unusable(self, error: OSError) -> ConfigError:
         return ConfigError(

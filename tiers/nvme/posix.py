@@ -66,22 +66,22 @@ class PosixEngine(Engine):
 
 class BufferedFile(File):
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self.fd = fd
 
     def write(self, at: int, source: memoryview) -> None:
         while source:
-            done = os.pwrite(self._fd, source, at)
+            done = os.pwrite(self.fd, source, at)
             source, at = source[done:], at + done
 
     def read(self, at: int, into: memoryview) -> None:
         while into:
-            done = os.preadv(self._fd, [into], at)
+            done = os.preadv(self.fd, [into], at)
             if done == 0:
                 raise _ended()
             into, at = into[done:], at + done
 
     def close(self) -> None:
-        os.close(self._fd)
+        os.close(self.fd)
 
 
 class DirectFile(File):
@@ -144,6 +144,18 @@ class DirectFile(File):
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def take_for_writing(path: Path, fd: int) -> None:
+    """A descriptor that was opened to be read can be written from now on, under its number, if the
+    file has still that path; calls that are under way go on with the old one. OSError."""
+    found = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        there, here = os.fstat(found), os.fstat(fd)
+        if (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino):
+            os.dup2(found, fd, inheritable=False)
+    finally:
+        os.close(found)
 
 
 def address(view: memoryview) -> int:

@@ -26,7 +26,7 @@ from kvd.chunk import (
     verify_table,
 )
 from kvd.tiers.nvme.layout import PAGE, SUPER_BYTES, Geometry, OtherVersion
-from kvd.tiers.nvme.posix import Engine, File
+from kvd.tiers.nvme.posix import BufferedFile, Engine, File, take_for_writing
 
 BATCH = 16384  # records read at a time: 8 MiB
 LOOK_NS = 20_000_000  # files are looked at beside writes no oftener than so
@@ -133,6 +133,13 @@ class Slab:
             os.close(self._fd)
             os.close(self._table)
             self._fd = -1
+
+    def write_again(self) -> None:
+        """What was opened to be read can be written from now on; whoever reads it goes on. OSError.
+        A file that somebody took away stays as it is: it is lost, and found to be."""
+        if self.there() and isinstance(self.file, BufferedFile):
+            take_for_writing(table_of(self.path), self._table)
+            take_for_writing(self.path, self.file.fd)
 
     def there(self) -> bool:
         """Whether the files are still what they were: somebody may delete or cut them behind our

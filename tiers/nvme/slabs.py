@@ -125,6 +125,13 @@ class Slabs:
             slab.engine = self._engine
             old.close()
 
+    def write_again(self, engine: Engine) -> None:
+        """What was opened to be read is opened to be written, under whoever is in it. OSError."""
+        with self._lock:
+            for slab in self._slabs.values():
+                slab.write_again()
+            self._engine = engine
+
     # -- a slot for a write ---------------------------------------------------------------------
 
     def take(self, slot_bytes: int) -> Taken:
