@@ -188,12 +188,16 @@ def no_record(path: str, error: OSError) -> ConfigError:
 
 
 def _before(path: Path) -> Path:
+    """Where a record is moved to. OSError for the root, beside which no file stands."""
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     return path.with_name(path.name + ".1")
 
 
 def check_record(path: Path) -> bool:
     """Whether a record is there. FileExistsError if anything else is there, or in the place that
     a record is moved to: that stays as it is. OSError."""
+    path.parent.lstat()
     _is_record(_before(path))
     return _is_record(path)
 

@@ -57,7 +57,12 @@ def started(*args: str) -> str:
          "tier nvme: limit 1048576 is too small"),
         (("--nvme-path", "/tmp/x", "--nvme-slab-size", "100001"), "must be a multiple of 4096"),
         (("--hbm-device", "abacus"), "give cuda:N, or cpu"),
+        (("--nvme-path", "/etc/passwd"), "tier nvme: /etc/passwd is not a directory"),
+        (("--nvme-path", "/etc/passwd/kvd"), "tier nvme: /etc/passwd is not a directory"),
+        (("--redis-url", "redis://here/cache"), "DB a number"),
         (("--trace-record", "/dev/null"), "trace.record: /dev/null can't be written"),
+        (("--trace-record", "/"), "trace.record: / can't be written: Is a directory"),
+        (("--trace-record", "/none/day.jsonl"), "/none/day.jsonl can't be written: No such file"),
         (("--namespaces", f"{TEAM}/none"), "token_file /none"),
     ],
 )  # fmt: skip

@@ -6,6 +6,7 @@ that has not is refused, in numbers that would do.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,3 +53,7 @@ def check(config: NvmeConfig) -> None:
             f"tier nvme: limit {config.limit_bytes} is too small: at least {usual + SLACK} bytes "
             f"are needed for one slab of {usual}"
         )
+    paths = (config.directory, *config.directory.parents)
+    there = next(path for path in paths if os.path.exists(path))
+    if not there.is_dir():
+        raise ConfigError(f"tier nvme: {there} is not a directory: choose another")

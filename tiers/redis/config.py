@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from kvd.errors import ConfigError
 from kvd.tiers.backend import Refused, failed
@@ -56,6 +57,8 @@ def connect(config: RedisConfig) -> Any:
                 f"tier redis: password_file {config.password_file}: {error.strerror}"
             ) from error
     try:
+        if not _names_a_database(config.url):  # redis-py would take the first one
+            raise ValueError("no database")
         return redis.Redis.from_url(
             config.url,
             socket_timeout=config.timeout_s,
@@ -67,8 +70,14 @@ def connect(config: RedisConfig) -> Any:
     except ValueError as error:
         raise ConfigError(
             f"tier redis: url {shown(config.url)!r}: give redis://, rediss:// or unix://, "
-            "then HOST:PORT/DB or the socket's path; a port is from 1 to 65535"
+            "then HOST:PORT/DB or the socket's path; a port is from 1 to 65535, DB a number"
         ) from error
+
+
+def _names_a_database(url: str) -> bool:
+    """Whether the path of a URL, if it is one of a host, is a database's number or nothing."""
+    parts = urlsplit(url)
+    return parts.scheme == "unix" or re.fullmatch(r"/?[0-9]*", parts.path, re.ASCII) is not None
 
 
 def ask(what: str, call: Callable[[], T]) -> T:
