@@ -172,7 +172,7 @@ def test_leased_chunks_are_skipped_and_reported_and_the_exit_code_says_so(house:
         assert done.json["complete"] is False
         again = house.evict("--all", "--yes")
         assert again.code == 1
-        assert "skipped 2 under a lease" in again.out
+        assert "skipped 2 in use: under a lease" in again.out
         transfer = found.lease.load()
         assert [bytes(transfer.view(item)[:1]) for item in transfer] == [b"\0", b"\1"]
         found.lease.check()

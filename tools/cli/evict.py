@@ -84,8 +84,9 @@ def evict(
     """Remove chunks: those for which all conditions hold.
 
     By key or by --prefix nothing is asked; anything wider shows what would go and asks, unless
-    --yes. Chunks under a lease are skipped and reported, and the exit code is then 1. A chunk that
-    is being written right now is not kept: its writer is told so when it commits.
+    --yes. Chunks in use (under a lease, or being read or written by a tier) are skipped and
+    reported, and the exit code is then 1. A chunk that somebody is storing right now is not kept:
+    its writer is told so when it commits.
 
     \b
     Examples:
@@ -155,7 +156,7 @@ def _ask(link: Link, selectors: list[Conditions]) -> bool:
     spaces = sorted({clean(row["namespace"]) for row in total.named})
     text = f"This evicts {_amount(total.evicted, total.bytes)}"
     text += f" of {', '.join(spaces[:5])}" + (", ..." if len(spaces) > 5 else "") if spaces else ""
-    text += f" and leaves {format_count(total.leased)} under a lease" if total.leased else ""
+    text += f" and leaves {format_count(total.leased)} in use" if total.leased else ""
     try:
         sure = click.confirm(f"{text}. Go on?", default=False, err=True)
     except click.Abort:
@@ -216,7 +217,11 @@ def _report(
                 "with `evicted`"
             )
         if total.leased:
-            output.say(f"skipped {format_count(total.leased)} under a lease", style="yellow")
+            output.say(
+                f"skipped {format_count(total.leased)} in use: under a lease, or being read or "
+                "written by a tier",
+                style="yellow",
+            )
         if missing:
             output.note(f"kvd-cli: {format_count(missing)} of the keys: no such chunk")
     if error is not None and not output.as_json:
