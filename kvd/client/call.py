@@ -7,6 +7,7 @@ lock; afterwards nothing changes but the decoded value, which is the same whoeve
 
 from __future__ import annotations
 
+import copy
 from _thread import LockType
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,16 @@ _ERROR = int(FrameFlag.ERROR)
 
 # What a client gives back. It is carried out whenever the daemon reads it, so it has no deadline.
 GIVE_BACKS = (Abort, Release, Cancel, Bye)
+
+
+def _another(error: KvdError) -> KvdError:
+    """The same error, to be kept or raised. One that is raised refers to all frames on its way, and
+    so to this call: one that the call kept, too, would keep whatever is in them (a reservation, and
+    with it the lock that says that somebody may still write) until a collector comes by."""
+    other = copy.copy(error)
+    if error.__cause__ is not None:
+        other.__cause__ = error.__cause__
+    return other
 
 
 class Call:
@@ -121,13 +132,17 @@ class Call:
     def answer(self) -> Reply:
         """The answer of a call that is done; raises its error."""
         if self.error is not None:
-            raise self.error
+            raise _another(self.error)
         if self._decoded is None:
             if self.flags & _ERROR:
                 self.error = decode_error(self.raw)
-                raise self.error
+                raise _another(self.error)
             self._decoded = decode_reply(self.op, self.raw, newer=self.newer)
         return self._decoded
+
+    def fail(self, error: KvdError) -> None:
+        """End it so."""
+        self.error = _another(error)
 
     def result(self, timeout_s: float | None = None) -> Reply:
         """The answer. Waits until the call's deadline, or at most `timeout_s` seconds.

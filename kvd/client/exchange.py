@@ -340,7 +340,8 @@ class Exchange(Waiters):
     def _finish(self, call: Call, error: KvdError | None) -> None:
         if call.done:
             return
-        call.error = error
+        if error is not None:
+            call.fail(error)
         call.done = True
         call.payload = ()
         self._done(call)
