@@ -239,6 +239,7 @@ class Lease(Handle):
         if self._released:
             return
         self._released = True
+        self._transfers = []  # they refer to this lease: no circle stays behind
         message = m.Release(self.id)
         if not wait:
             self._forget(message)

@@ -63,8 +63,8 @@ def state_path(
 
 
 class Registry:
-    """`check(tenants)` is asked before these are kept, and raises BadKey if nobody could go by them;
-    `changed(name, tenant)` is called for each tenant that is new, other, or gone (None)."""
+    """`check(tenants)` is asked before these are kept, and raises BadKey if nobody could go by
+    them; `changed(name, tenant)` is called for each tenant that is new, other, or gone (None)."""
 
     def __init__(self, configured: Iterable[Tenant], path: str) -> None:
         self.path = path

@@ -92,6 +92,21 @@ def test_what_nobody_writes_into_any_more_is_given_back_though_a_call_failed_bes
             time.sleep(0.02)
 
 
+@pytest.mark.usefixtures("uncollected")
+def test_a_load_leaves_nothing_to_collect(daemon: DaemonProcess) -> None:
+    with Client(daemon.socket) as client:
+        handle = client.register(make_spec(nbytes=SIZE))
+        payloads = [bytes(SIZE)] * 4
+        client.store_chunks(handle, keys(4), [bytes(16)] * 4, payloads)
+        gc.collect()
+        for _ in range(3):
+            client.load_chunks(handle, keys(4), [bytearray(SIZE) for _ in payloads])
+            with client.lookup(handle, keys(4), load=True) as found:
+                assert found.transfer is not None and len(list(found.transfer)) == 4
+            del found
+        assert gc.collect() == 0
+
+
 def test_each_asking_for_a_result_raises_an_error_of_its_own_that_says_the_same(
     daemon: DaemonProcess,
 ) -> None:

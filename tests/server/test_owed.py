@@ -8,7 +8,6 @@ from kvd.server.owed import BATCH, LONGEST_NS, PAUSE_NS, TRIES, UNPAID, Owed
 from kvd.tiers.base import NOWHERE, Answer, Completion, Delete, Key, Place
 
 
-
 def delete(number: int, place: Place = NOWHERE) -> Delete:
     key = Key(1, b"n" * 32, b"s" * 32, number.to_bytes(32, "little"), 0)
     return Delete("the core's", key, place)
