@@ -96,6 +96,7 @@ class Core:
         told = Records(store)
         self._adoption = adoption = Adoption(store, writes, jobs, told)
         self._recovery = recovery = Recovery(store, jobs, told)
+        rooms.unnamed = recovery.give_up
         self._reuses = reuses = Reuses(config)
         self._policies = Policies(store, jobs, policy)
         self._begun: int | None = None

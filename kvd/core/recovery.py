@@ -3,7 +3,8 @@
 The law of this module: no payload is read. A record is taken up only if it fits its spec and its
 chain and says of its chunk what is known here already; what does not fit is deleted there. Records
 whose spec or namespace nobody has named yet wait until somebody does, for only then could they be
-asked for. A digest is compared when the chunk is read.
+asked for; when nobody has for long, they make room in a tier that is all our own. A digest is
+compared when the chunk is read.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvd.core.store import Store
 
 _SLICE: Final = 128  # records taken up in one event, once the daemon serves
 _STRIDE: Final = 8192
+_UNNAMED_NS: Final = 900 * 1_000_000_000  # engines may start as late as that after the daemon
 
 
 class Found(NamedTuple):
@@ -35,6 +37,7 @@ class Found(NamedTuple):
     at: NDArray[Any]
     generation: NDArray[Any]
     hint: bool = False  # hearsay: what does not fit is passed over
+    since: int = 0  # when it was put aside, for nobody had named its spec
 
     def some(self, which: Any) -> Found:
         return self._replace(
@@ -80,6 +83,31 @@ class Recovery:
                 for found in many:
                     self._jobs.start(self.slices(found))
 
+    def give_up(self, lower: Lower, most: int, places: tuple[int, ...]) -> int:
+        """Room is needed: delete there what nobody has named for long, at these places if any are
+        named. How many went. Not of a server, where what lies has no place but its name: most may
+        be other daemons', which are not ours to delete and take none of our room."""
+        store = self._store
+        wanted = np.array(places, np.uint64)
+        gone = 0
+        for name, many in list(self._waiting.items()):
+            for n, found in enumerate(many):
+                if gone >= most:
+                    return gone
+                if found.lower is not lower or store.now - found.since < _UNNAMED_NS:
+                    continue
+                if not found.generation.any():
+                    continue
+                which = np.ones(len(found.at), bool) if not places else np.isin(found.at, wanted)
+                which[np.flatnonzero(which)[most - gone :]] = False
+                gone += int(which.sum())
+                self._reject(found.some(which), "unknown_spec")
+                many[n] = found.some(~which)
+            many[:] = [found for found in many if len(found.at)]
+            if not many:
+                del self._waiting[name]
+        return gone
+
     # -- sorting --------------------------------------------------------------------------------
 
     def _by_space(self, found: Found) -> list[tuple[Space, Found]]:
@@ -109,7 +137,11 @@ class Recovery:
                 if mine.hint:
                     continue
                 copy = Found(
-                    mine.lower, mine.records.copy(), mine.at.copy(), mine.generation.copy()
+                    mine.lower,
+                    mine.records.copy(),
+                    mine.at.copy(),
+                    mine.generation.copy(),
+                    since=store.now,
                 )
                 self._waiting.setdefault((digest, spec, kind), []).append(copy)
         return result

@@ -46,6 +46,8 @@ class Rooms:
         descents.ended = self._descended
         descents.full = self.make
         self.retry: Callable[..., None] = lambda move, cell, *, room: None
+        # (tier, how many, where) -> how many records that nobody knows were given up
+        self.unnamed: Callable[[Lower, int, tuple[int, ...]], int] = lambda lower, most, places: 0
         self._waiting: dict[tuple[int, int], deque[tuple[object, int]]] = {}  # (tier, size)
         self._deleting: dict[tuple[int, int], int] = {}  # deletions under way
         self._running: set[tuple[int, int]] = set()
@@ -87,9 +89,10 @@ class Rooms:
         count = max(1, min(_BATCH, lower.chunks // _PART))
         hurried = bool(self._waiting.get(place))
         before = lower.chunks
+        unnamed = self.unnamed(lower, _BATCH, empty)
         if empty:
             yield from self._empty(lower, size, empty, by)
-            empty = () if lower.chunks == before else empty
+            empty = () if lower.chunks == before and not unnamed else empty
         passed: dict[int, int] = {}
         turn = lower.policy.turn
         while not empty and count > 0:
@@ -114,7 +117,7 @@ class Rooms:
         if self._waiting.get(place) and not hurried:  # they came meanwhile
             self.make(lower, size, (), by)
         elif not self._deleting.get(place):
-            self._answer(place, room=lower.chunks < before)
+            self._answer(place, room=lower.chunks < before or unnamed > 0)
 
     def _empty(self, lower: Lower, size: int, empty: tuple[int, ...], by: int) -> Work[None]:
         """Delete what lies at the places that the tier named, as far as it may go."""

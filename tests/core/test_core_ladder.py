@@ -534,6 +534,56 @@ def test_without_dram_the_tier_alone_brings_everything_back_once_its_spec_is_kno
     assert client.list("prefixes")[0]["depth"] == 4
 
 
+def test_what_nobody_names_for_long_makes_room_for_what_is_in_use() -> None:
+    """Another model after a reboot: the tier is full of the last one's chunks, which nobody asks
+    for and no policy knows."""
+    world = ladder(16 * 28 * KIB, tier={"policy": WritePolicy.THROUGH})
+    filled(world, 5)
+    shelf = world.shelves[0]
+    old = set(shelf.there)
+    dram_is_lost(world)
+    world.core._store.spaces.specs.clear()
+    world.core._store.spaces.namespaces.clear()
+    world.restart()
+    assert world.stat()["counters"]["records_waiting"] == len(old) >= 14
+    client = world.open(admin=True)
+    new = spec("the next one", 28 * KIB)
+    client.register(new)
+    client.store(new, chain("early", 4))
+    world.settle()
+    assert old <= set(shelf.there)  # its engines may still be starting
+    world.advance(1000 * S)
+    for n in range(8):
+        client.store(new, chain(n, 4))
+        world.settle()
+    assert world.stat()["counters"]["records_waiting"] == 0
+    assert world.counter("records_rejected", "unknown_spec") == len(old)
+    below = world.stat()["tiers"][1]
+    assert below["chunks"] == len(shelf.there) >= 12 and not old & set(shelf.there)
+
+
+def test_what_nobody_names_on_a_server_is_left_there() -> None:
+    """Most of a bucket may be other daemons', and a name is all that is known of it."""
+    world = ladder(16 * 28 * KIB, tier={"policy": WritePolicy.THROUGH})
+    filled(world, 5)
+    shelf = world.shelves[0]
+    old = set(shelf.there)
+    records, _, _ = shelf.records()
+    other = ladder(16 * 28 * KIB, tier={"policy": WritePolicy.THROUGH})
+    other.shelves = world.shelves
+    none = np.zeros(len(records), np.uint64)
+    other.handle(ev.TierRecovered(0, records, none, none))
+    other.settle()
+    client = other.open(admin=True)
+    new = spec("the next one", 28 * KIB)
+    client.register(new)
+    other.advance(1000 * S)
+    client.store(new, chain("new", 4))
+    other.settle()
+    assert old <= set(shelf.there)
+    assert other.stat()["counters"]["records_waiting"] == len(old)
+
+
 def test_records_that_fit_nothing_are_deleted_there() -> None:
     world = ladder(tier={"policy": WritePolicy.THROUGH})
     filled(world, 3)
