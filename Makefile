@@ -115,10 +115,11 @@ $(COMPILED)/.made: $(COMPILED)/.dev setup.py $(SOURCES)
 	KVD_COMPILE=1 $(COMPILED)/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
 	@touch $@
 
-# -P: what is tested is what is installed, not what lies here.
-test-compiled: $(COMPILED)/.made  ## the records', core's, policies' and crash tests, compiled
-	CRASH_ROUNDS=5 $(COMPILED)/bin/python -P -m pytest -m 'not gpu and not engine' --color=no \
-		-n $(WORKERS) --dist loadfile tests/chunk tests/core tests/eviction tests/crash $(PYTEST_ARGS)
+# -P and PYTHONSAFEPATH, for what tests start: what is tested is what is installed, not what lies here.
+test-compiled: $(COMPILED)/.made  ## the records', core's, policies', tiers' and crash tests, compiled
+	CRASH_ROUNDS=5 PYTHONSAFEPATH=1 $(COMPILED)/bin/python -P -m pytest -m 'not gpu and not engine' --color=no \
+		-n $(WORKERS) --dist loadfile tests/chunk tests/core tests/eviction tests/fair tests/tiers \
+		tests/crash $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev  ## ruff, and mypy over the package as it is installed
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/kvd

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvd.errors import ConfigError
+from kvd.native import mypyc_attr
 from kvd.tiers.backend import Backend, Refused, failed
 from kvd.tiers.base import (
     NOWHERE,
@@ -78,6 +79,7 @@ _ROOM = frozenset({Answer.OK, Answer.EXISTS, Answer.NO_SPACE})
 _KINDS: dict[type, str] = {Write: "write", Read: "read", Delete: "delete", Probe: "probe"}
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PooledTier(Tier):
     def __init__(
         self,

@@ -234,6 +234,9 @@ class Loading:
         self._before, self._fails = before, fails
         self.tiers = ["nvme"]
 
+    def asked(self) -> None:
+        """The tiers' workers hear of it; it is nothing of what is done."""
+
     def forerun(self, event: ev.Lookup, now: int) -> list[Any]:
         self.done.append("forerun")
         if self._fails:
