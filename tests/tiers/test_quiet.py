@@ -45,11 +45,12 @@ def test_who_loads_does_not_rest_from_its_own_writes() -> None:
     assert quiet.most(1015) == 1
 
 
-def test_while_engines_ask_one_at_a_time_and_nothing_rests() -> None:
-    quiet = Quiet(50, 3)
+@pytest.mark.parametrize(("most", "half"), [(1, 1), (2, 1), (3, 1), (4, 2), (15, 7)])
+def test_while_engines_ask_half_as_many_run_and_nothing_rests(most: int, half: int) -> None:
+    quiet = Quiet(50, most)
     quiet.asked(1000)
     quiet.ended([OTHERS], 1000, 1010)
-    assert [quiet.most(now) for now in (1010, 1049, 1050)] == [1, 1, 3]
+    assert [quiet.most(now) for now in (1010, 1049, 1050)] == [half, half, most]
     assert not quiet.lasts(1010), "writes are not made in pieces: there is no load to let through"
 
 
@@ -93,7 +94,7 @@ def test_through_a_real_pool_one_write_at_a_time_runs_beside_loads_and_all_get_d
     assert {done.answer for done in rig.wait(writes)} == {Answer.OK}
 
 
-def test_through_a_real_pool_one_write_at_a_time_runs_while_engines_ask(rig: Rig) -> None:
+def test_through_a_real_pool_fewer_writes_run_while_engines_ask(rig: Rig) -> None:
     rig.faults.add("put", Fault.HANG)
     rig.tier.asked()
     writes: list[Job] = [Chunk(n).write() for n in range(2, 8)]
