@@ -21,6 +21,7 @@ from kvd.errors import ConfigError
 from kvd.tiers.backend import Backend, Found, Refused, Stored, failed
 from kvd.tiers.base import NOWHERE, Answer, Key, Place, ProbeReport, Reason, Recovered, Usage
 from kvd.tiers.redis.config import RedisConfig, ask, connect, shown
+from kvd.tiers.tally import Tally
 
 # Delete a string only if its record's session (16 bytes at 216) is the owner's, and, when one is
 # given, only that very record: a check and an act that nobody comes between.
@@ -58,7 +59,9 @@ class RedisBackend(Backend):
         self._lock = threading.Lock()
         self._mine: dict[bytes, int] = {}
         self._used = 0
-        self._notes = {"bad_records": 0, "vanished": 0}
+        self._notes = Tally()
+        for name in ("bad_records", "vanished"):
+            self._notes.add(name, 0)
 
     @property
     def engine(self) -> str:
@@ -175,7 +178,7 @@ class RedisBackend(Backend):
             nbytes = self._mine.pop(name, None)
             if nbytes is not None:
                 self._used -= nbytes
-                self._notes["vanished"] += 1
+                self._notes.add("vanished")
 
     def delete(self, items: Sequence[tuple[Key, Place]], deadline: int) -> list[Answer]:
         names = [self._name(key) for key, _ in items]
@@ -252,7 +255,7 @@ class RedisBackend(Backend):
         try:
             header = ChunkHeader.unpack(raw)
         except ValueError:
-            self._notes["bad_records"] += 1
+            self._notes.add("bad_records")
             return None
         holds = (
             self._name(Key.of(header)) == name
@@ -261,7 +264,7 @@ class RedisBackend(Backend):
             and header.flags & HeaderFlag.SEALED
         )
         if not holds:
-            self._notes["bad_records"] += 1
+            self._notes.add("bad_records")
             return None
         if header.session == self._owner:
             with self._lock:
@@ -287,7 +290,7 @@ class RedisBackend(Backend):
             return Usage(self._config.limit_bytes, self._used, self._used, len(self._mine))
 
     def notes(self) -> dict[str, int]:
-        return dict(self._notes)
+        return self._notes.counts()
 
     def close(self) -> None:
         if self._client is not None:

@@ -193,7 +193,7 @@ class S3Backend(Backend):
                 return self._downloads.fetch(name, into, deadline)
             except NotThere:  # deleted behind our back: our accounts follow
                 if self._mine.vanished(name):
-                    self._bucket.counted["vanished"] += 1
+                    self._bucket.counted.add("vanished")
                 raise
             except PreconditionFailed:
                 continue  # it was replaced while its ranges came
@@ -272,7 +272,7 @@ class S3Backend(Backend):
         if old:
             try:
                 self._delete_names(old, time.monotonic_ns() + START_NS)
-                self._bucket.counted["expired"] += len(old)
+                self._bucket.counted.add("expired", len(old))
             except Refused as refused:
                 log.info("tier s3: old objects could not be deleted: %s", refused.detail)
 
@@ -319,7 +319,7 @@ class S3Backend(Backend):
         except (Refused, ValueError) as error:
             if isinstance(error, Refused) and error.reason in _AWAY:
                 raise  # of the server, not of this object: the recovery is begun again later
-            self._bucket.counted["bad_records"] += 1
+            self._bucket.counted.add("bad_records")
             return None
         if (
             self._name(Key.of(header)) != name
@@ -327,7 +327,7 @@ class S3Backend(Backend):
             or header.state != State.READY
             or not header.flags & HeaderFlag.SEALED
         ):
-            self._bucket.counted["bad_records"] += 1
+            self._bucket.counted.add("bad_records")
             return None
         modified = listed["LastModified"]
         ours = header.session == self._owner

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -20,6 +19,7 @@ from kvd.tiers.s3.calls import Calls, PreconditionFailed
 from kvd.tiers.s3.config import S3Config, make_client
 from kvd.tiers.s3.guard import Guard
 from kvd.tiers.s3.objects import folder
+from kvd.tiers.tally import Tally
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +58,12 @@ class Bucket:
             self._guard.close()
 
     @property
-    def counted(self) -> Counter[str]:
+    def counted(self) -> Tally:
         """What was done; whoever does something counts it here."""
         return self._calls.notes
 
     def notes(self) -> dict[str, int]:
-        return {**self._calls.notes, "ended_exchanges": self._guard.ended}
+        return {**self._calls.notes.counts(), "ended_exchanges": self._guard.ended}
 
     def at(self, name: str) -> dict[str, str]:
         """Where an object is, as requests say it."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kvd.tiers.backend import Refused, failed
 from kvd.tiers.base import NEVER, Answer, Reason
 from kvd.tiers.s3.guard import Guard
+from kvd.tiers.tally import Tally
 
 T = TypeVar("T")
 SECOND = 1_000_000_000
@@ -84,7 +84,7 @@ class Calls:
     def __init__(self, attempts: int, guard: Guard) -> None:
         self._attempts = attempts
         self.guard = guard
-        self.notes: Counter[str] = Counter()
+        self.notes = Tally()
         self.closed = threading.Event()
 
     def run(self, what: str, call: Callable[[], T], deadline: int = NEVER) -> T:
@@ -93,7 +93,7 @@ class Calls:
         for attempt in range(1, self._attempts + 1):
             if time.monotonic_ns() >= deadline:
                 raise Refused(Answer.TIMEOUT, Reason.SLOW, f"{what}: its deadline passed")
-            self.notes["requests"] += 1
+            self.notes.add("requests")
             self.guard.deadline(deadline)
             try:
                 return call()
@@ -114,7 +114,7 @@ class Calls:
             over = time.monotonic_ns() + int(wait * SECOND) >= deadline
             if attempt == self._attempts or over or self.closed.is_set():
                 raise last
-            self.notes["retries"] += 1
+            self.notes.add("retries")
             self.closed.wait(wait)
             pause = min(
                 2 * pause if last.reason is not Reason.THROTTLED else 4 * pause, _MOST_PAUSE

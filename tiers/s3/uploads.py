@@ -105,7 +105,7 @@ class Uploads:
                 **self._bucket.at(name), UploadId=upload
             ),
         )
-        self._bucket.counted["aborted_uploads" if done else "lost_uploads"] += 1
+        self._bucket.counted.add("aborted_uploads" if done else "lost_uploads")
 
     def abort_stale(self) -> None:
         """Parts of uploads that nobody finished cost money and are seen by nobody."""
@@ -123,6 +123,6 @@ class Uploads:
                         client.abort_multipart_upload(
                             **bucket.at(upload["Key"]), UploadId=upload["UploadId"]
                         )
-                        bucket.counted["aborted_uploads"] += 1
+                        bucket.counted.add("aborted_uploads")
 
         bucket.attempt("ListMultipartUploads", abort)
