@@ -327,8 +327,8 @@ class Tier(ABC):
         carried out together. Never raises, whatever the tier's state."""
 
     def asked(self) -> None:  # noqa: B027 - most need not care
-        """An engine asks the daemon something now, and waits: what nobody waits for is not to be in
-        its way. From the loop; never blocks."""
+        """An engine looks something up now, in whatever tier, and waits: what nobody waits for is
+        not to be in its way. From the loop; never blocks."""
 
     @abstractmethod
     def give_way(self, within_s: float) -> None:

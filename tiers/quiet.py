@@ -1,9 +1,9 @@
-"""Quiet: how much of what nobody waits for a medium is given while engines ask.
+"""Quiet: how much of what nobody waits for a medium is given while engines ask for something.
 
 The law of this module: for a while after a load began, one job that is behind loads runs at a
 time, for the next load comes soon and its bytes share the medium with whatever is under way. After
 a job of a tenant other than the one that loads, the medium rests for twice as long as the job took:
-two thirds of the time are the loads' own. For a while after an engine asked anything else, half as
+two thirds of the time are the loads' own. For a while after an engine looked anything up, half as
 many such jobs run at a time as otherwise: each worker takes the interpreter from the loop that is
 to answer. When nobody asks nothing is held back, and nothing for ever.
 
@@ -42,7 +42,7 @@ class Quiet:
         return 1 if now >= self._rest_until else 0
 
     def asked(self, now: int) -> None:
-        """An engine asks, and waits. Without the lock, too."""
+        """An engine looks something up, and waits. Without the lock, too."""
         self._asked_until = now + self._lasting
 
     def lasts(self, now: int) -> bool:

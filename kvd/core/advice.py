@@ -151,7 +151,7 @@ class Advice:
                     named = iter(ask(queue, now))
                 row = next(named, NONE)
             except BaseException as error:  # noqa: BLE001
-                self.fail("victims", error)
+                self.fail("leaves" if stays else "victims", error)
                 return
             if row == NONE:
                 return

@@ -241,7 +241,7 @@ class Ladder:
                 jobs.clear()
 
     def asked(self) -> None:
-        """An engine asks something, and waits."""
+        """An engine looks something up, and waits."""
         for tier in self.tiers:
             tier.asked()
 
@@ -368,7 +368,7 @@ class Ladder:
                     "last_error_unix_ns": said.last_error_unix_ns,
                     "answers": said.answers,
                     "reasons": said.reasons,
-                    "notes": {**said.notes, **({"deletes_owed": len(owed)} if owed else {})},
+                    "notes": {**said.notes, **owed.notes()},
                 }
             )
         return found

@@ -3,7 +3,7 @@
 The law of this module: what the core has forgotten is deleted in the end, although its medium was
 away: else its bytes would count against the tier's limit until the next start, and that would take
 it up again. What is written anew under its name meanwhile stays. Bounded: beyond it the oldest are
-given up, and so is what a medium that works has refused several times.
+given up, and so is what a medium that works has refused several times; `given_up` counts these.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Owed:
         self._by_key = by_key
         self._most = most
         self._tries: dict[tuple[Key, Place], int] = {}  # in the order in which they came
+        self.given_up = 0
         self._under_way = 0
         self._pause = PAUSE_NS
         self._not_before = 0
@@ -41,7 +42,13 @@ class Owed:
     def add(self, job: Delete, tries: int = 0) -> None:
         if len(self._tries) >= self._most:
             del self._tries[next(iter(self._tries))]
+            self.given_up += 1
         self._tries[job.key, NOWHERE if self._by_key else job.place] = tries
+
+    def notes(self) -> dict[str, int]:
+        """What is not 0, for operators."""
+        found = {"deletes_owed": len(self), "deletes_given_up": self.given_up}
+        return {name: count for name, count in found.items() if count}
 
     def written(self, key: Key) -> None:
         """It is written again: where a shard lies under its name, that is not to be deleted."""
@@ -71,6 +78,8 @@ class Owed:
             self._pause = PAUSE_NS
         elif tries < TRIES:
             self.add(done.job, tries)
+        else:
+            self.given_up += 1
         if not self._under_way and done.answer in UNPAID:
             self._not_before = now + self._pause
             self._pause = min(2 * self._pause, LONGEST_NS)

@@ -88,6 +88,26 @@ def test_a_policy_that_raises_costs_its_turn_only(
         assert world.tier["state"] == "ok"
 
 
+@pytest.mark.inside
+def test_one_that_raises_where_its_first_candidate_may_not_go_costs_its_turn_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """K39: others are asked for when the first is leased."""
+    break_for_good(monkeypatch, POLICIES["crf"], "leaves", 0)
+    world = World(policy="crf")
+    wanted, client = spec("m", 8 * KIB), world.open("a")
+    client.register(wanted)
+    held = chain("held", 4)
+    assert client.store(wanted, held) == [Outcome.OK] * 4
+    assert client.lease(wanted, held).leading == 4
+    fill(world, 2)
+    assert world.counter("policy_errors") == 1
+    shown = world.tier["eviction"]
+    assert shown["turn"] == "recency"
+    assert shown["error"] == "crf.leaves: RuntimeError: a fault in the policy"
+    assert client.lookup(wanted, held).leading == 4
+
+
 class Stop(BaseException):
     """As libraries have them, to pass all that catches an Exception."""
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from kvd.eviction.base import Policy
+from kvd.eviction.leaves import LeafPolicy
 
 S = 1_000_000_000
 NONE = -1
@@ -54,7 +55,7 @@ class Cache:
         looked = 0
         while looked < len(self.row):
             passed: list[int] = []
-            for chunk in self.policy.victims(self.queue, self.now):
+            for chunk in self.policy.leaves(self.queue, self.now):
                 if self.legal(chunk):
                     self.policy.defer(passed, self.now)
                     self.skipped += len(passed)
@@ -193,6 +194,21 @@ class PolicyConformance:
         policy = self.filled()
         assert list(policy.victims(0, 30 * S)) == list(policy.victims(0, 30 * S))
         assert len(policy) == 20
+
+    def test_where_all_may_have_to_stay_leaves_are_named_and_nothing_above_them(self) -> None:
+        cache = Cache(self.make(), 200)
+        for n in range(12):
+            cache.use(prompt(n % 9, 1 + n % 7))
+            cache.now += 2 * S
+        cache.policy.cool([cache.row[prompt(5, 6)[-1]]], cache.now)
+        cache.policy.defer([cache.row[prompt(3, 4)[-1]]], cache.now)
+        order = list(cache.policy.victims(0, cache.now))
+        leaves = list(cache.policy.leaves(0, cache.now))
+        assert len(set(leaves)) == len(leaves) and leaves[0] == order[0]
+        assert {c for c in order if not cache.kids[c]} == {c for c in leaves if not cache.kids[c]}
+        if isinstance(cache.policy, LeafPolicy):
+            assert not [c for c in leaves if cache.kids[c]] and len(leaves) < len(order)
+        assert list(cache.policy.victims(0, cache.now)) == order, "naming changes nothing"
 
     def test_what_was_forgotten_is_not_named(self) -> None:
         policy = self.filled()

@@ -1,4 +1,5 @@
-"""A tenant's weights reach the tiers: at start, and when an operator changes them."""
+"""What tiers are told: a tenant's weights, at start and when an operator changes them, and that an
+engine asks."""
 
 from __future__ import annotations
 
@@ -24,9 +25,14 @@ CALM, LOUD = namespace_digest("calm"), namespace_digest("loud")
 
 
 class Noting(PooledTier):
-    """Remembers who weighs what."""
+    """Remembers who weighs what, and how often somebody asked."""
 
     weights: dict[bytes, float]
+    heard = 0
+
+    def asked(self) -> None:
+        super().asked()
+        self.heard += 1
 
     def set_weight(self, tenant: bytes, weight: float) -> None:
         super().set_weight(tenant, weight)
@@ -62,6 +68,11 @@ def ladder(tmp_path: Path) -> Iterator[Ladder]:
 
 def weights(ladder: Ladder) -> list[dict[bytes, float]]:
     return [tier.weights for tier in ladder.tiers if isinstance(tier, Noting)]
+
+
+def test_each_tier_learns_that_an_engine_asks(ladder: Ladder) -> None:
+    ladder.asked()
+    assert [tier.heard for tier in ladder.tiers if isinstance(tier, Noting)] == [1, 1]
 
 
 def test_each_tier_learns_a_tenants_weight_there_and_what_an_operator_changes(

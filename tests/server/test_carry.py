@@ -231,11 +231,13 @@ class Loading:
 
     def __init__(self, *, before: list[Any], fails: bool = False) -> None:
         self.done: list[str] = []
+        self.heard = 0  # lookups of which the tiers heard before anything was done
         self._before, self._fails = before, fails
         self.tiers = ["nvme"]
 
     def asked(self) -> None:
-        """The tiers' workers hear of it; it is nothing of what is done."""
+        assert not self.done
+        self.heard += 1
 
     def forerun(self, event: ev.Lookup, now: int) -> list[Any]:
         self.done.append("forerun")
@@ -264,17 +266,22 @@ class Loading:
 READ = ac.TierRead(1, 0, 1, bytes(32), bytes(32), bytes(32), 0, 1, 1, 0, 4096, 9, False, b"")
 
 
-def look_up(loading: Loading, keys: int, flags: LookupFlag) -> list[str]:
-    """What was done for a lookup."""
-    made = Carrier(
+def carrier_of(loading: Loading) -> Carrier:
+    return Carrier(
         loading,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
         SimpleNamespace(hush=lambda: None),  # type: ignore[arg-type]
         Counters(),
         loading,  # type: ignore[arg-type]
     )
+
+
+def look_up(loading: Loading, keys: int, flags: LookupFlag) -> list[str]:
+    """What was done for a lookup."""
     hashes = bytes(32 * keys)
-    made.feed(ev.Lookup(1, 1, bytes(32), 1, (0,), hashes, None, int(flags), 0, bytes(32), 0, 0))
+    carrier_of(loading).feed(
+        ev.Lookup(1, 1, bytes(32), 1, (0,), hashes, None, int(flags), 0, bytes(32), 0, 0)
+    )
     return loading.done
 
 
@@ -289,6 +296,14 @@ def test_a_lookup_that_is_soon_done_or_loads_nothing_has_no_forerun() -> None:
     flags = LookupFlag.LEASE | LookupFlag.LOAD
     assert look_up(Loading(before=[READ]), 1, flags) == ["Lookup"]
     assert look_up(Loading(before=[READ]), 64, LookupFlag.LEASE) == ["Lookup"]
+
+
+def test_tiers_hear_of_a_lookup_before_it_is_carried_out_and_of_nothing_else() -> None:
+    loading = Loading(before=[])
+    carrier_of(loading).feed(ev.Tick())
+    assert (loading.done, loading.heard) == (["Tick"], 0)
+    loading.done.clear()
+    assert look_up(loading, 1, LookupFlag.LEASE) == ["Lookup"] and loading.heard == 1
 
 
 def test_a_fault_before_a_lookup_costs_neither_what_was_begun_nor_the_lookup() -> None:

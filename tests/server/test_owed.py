@@ -44,8 +44,9 @@ def test_a_medium_that_is_away_again_costs_no_try_and_one_that_refuses_does() ->
         now += LONGEST_NS
         jobs = owed.due(now, 1)
         assert len(jobs) == 1, left
+        assert owed.notes() == {}, "it is under way, and nothing is given up yet"
         answer(owed, jobs, Answer.FAILED, now)
-    assert len(owed) == 0
+    assert len(owed) == 0 and owed.notes() == {"deletes_given_up": 1}
 
 
 def test_after_a_failure_there_is_a_pause_that_grows_until_something_went_well() -> None:
@@ -77,6 +78,7 @@ def test_beyond_the_bound_the_oldest_are_given_up() -> None:
     owed = Owed(by_key=True, most=3)
     for n in range(5):
         owed.add(delete(n))
+    assert owed.notes() == {"deletes_owed": 3, "deletes_given_up": 2}
     assert [job.key for job in owed.due(0, 1)] == [delete(n).key for n in (2, 3, 4)]
 
 
