@@ -25,6 +25,7 @@ U64 = 1 << 64
 # claims can cost (1024 levels, the unpacker's own stack, of 32 KiB).
 _MAX_ARRAY = 4096
 _MAX_MAP = 1024
+_BUFFER = 4096
 
 
 def pack(value: Any, limit: int = DEFAULT_LIMITS.body) -> bytes:
@@ -35,7 +36,9 @@ def pack(value: Any, limit: int = DEFAULT_LIMITS.body) -> bytes:
     try:
         # Not one packer for all: an allocation inside may collect garbage, and a finalizer lets
         # another thread in, or packs something itself. Both would write into one buffer.
-        data: bytes = msgpack.packb(value)
+        # And a small buffer, that grows: one of the usual 256 KiB lies at the end of the heap, so
+        # that its memory goes back to the system each time, and is faulted in anew.
+        data: bytes = msgpack.packb(value, buf_size=_BUFFER)
     except (TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"can't be encoded: {error}") from error
     if len(data) > limit:
