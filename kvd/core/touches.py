@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kvd.core.store import Store
 
 TOUCH_SLICE: Final = 512  # chunks whose recency is applied at once
+LATELY_NS: Final = 100_000_000
+_TIPS: Final = 16
 
 
 class Touch(NamedTuple):
@@ -45,6 +47,9 @@ class Touches:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._noted: deque[Touch | Use] = deque()
+        # The ends of chains that were told of lately: the word of each one's key, and when all of
+        # its ancestors were told of last.
+        self._tips: dict[int, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._noted)
@@ -109,13 +114,25 @@ class Touches:
         return budget
 
     def _used(self, row: int, when: int) -> int:
-        """Tell of a use of a chunk and its ancestors; how many these are."""
-        store = self._store
-        parent = store.chunks.parent
-        chain: list[int] = []
-        while row != NONE:
-            chain.append(row)
-            row = parent[row]
+        """Tell of a use of a chunk and its ancestors, but for those that were told of just before:
+        who stores a prompt batch by batch would else pay for all of it with each. How many it is
+        told of."""
+        store, tips = self._store, self._tips
+        parent, words = store.chunks.parent, store.chunks.word
+        chain = [row]
+        told = when  # when those before were told of, if not now
+        at = parent[row]
+        while at != NONE:
+            tip = tips.get(at)
+            if tip is not None and tip[0] == words[4 * at] and when - tip[1] < LATELY_NS:
+                told = tip[1]
+                del tips[at]
+                break
+            chain.append(at)
+            at = parent[at]
+        tips[row] = (words[4 * row], told)
+        if len(tips) > _TIPS:
+            del tips[next(iter(tips))]
         chain.reverse()
         store.policy.touch(chain, when)
         for lower in store.ladder.lowers:

@@ -1,0 +1,88 @@
+"""What policies are told of uses: all of a chain, but not of what they were just told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from kvd.core.columns import NONE
+from kvd.core.touches import LATELY_NS, Touches
+
+CHAIN = 64
+
+
+class _Policy:
+    def __init__(self) -> None:
+        self.told: list[tuple[list[int], int]] = []
+
+    def touch(self, chain: list[int], now: int) -> None:
+        self.told.append((list(chain), now))
+
+
+def _store() -> tuple[Any, _Policy]:
+    """One chain of chunks, row n + 1 below row n."""
+    policy = _Policy()
+    chunks = SimpleNamespace(
+        parent=[NONE, *range(CHAIN - 1)],
+        word=[n // 4 + 1000 for n in range(4 * CHAIN)],
+        space=[1] * CHAIN,
+    )
+    return SimpleNamespace(
+        chunks=chunks, policy=policy, ladder=SimpleNamespace(lowers=[]), now=1
+    ), policy
+
+
+def _use(store: Any, touches: Touches, row: int, now: int) -> None:
+    store.now = now
+    touches.use(row)
+    touches.apply()
+
+
+def test_a_chain_that_grows_tells_of_each_chunk_once() -> None:
+    store, policy = _store()
+    touches = Touches(store)
+    for step, last in enumerate(range(15, CHAIN, 16)):
+        _use(store, touches, last, 1 + step)
+    assert policy.told == [(list(range(16 * n, 16 * n + 16)), 1 + n) for n in range(4)]
+
+
+def test_what_was_told_long_ago_is_told_again_with_its_chain() -> None:
+    store, policy = _store()
+    touches = Touches(store)
+    _use(store, touches, 15, 1)
+    _use(store, touches, 31, LATELY_NS)
+    _use(store, touches, 47, 1 + LATELY_NS)  # the first ones were told of that long ago
+    assert policy.told[1:] == [
+        (list(range(16, 32)), LATELY_NS),
+        (list(range(48)), 1 + LATELY_NS),
+    ]
+
+
+def test_the_used_chunk_itself_is_always_told() -> None:
+    store, policy = _store()
+    touches = Touches(store)
+    _use(store, touches, 31, 1)
+    _use(store, touches, 31, 2)
+    _use(store, touches, 15, 3)  # a shorter prefix: no end of a chain that was told of
+    assert [(len(chain), chain[-1], now) for chain, now in policy.told[1:]] == [
+        (32, 31, 2),
+        (16, 15, 3),
+    ]
+
+
+def test_a_row_that_holds_another_chunk_by_now_ends_nothing() -> None:
+    store, policy = _store()
+    touches = Touches(store)
+    _use(store, touches, 15, 1)
+    store.chunks.word[4 * 15] += 1
+    _use(store, touches, 31, 2)
+    assert policy.told[1:] == [(list(range(32)), 2)]
+
+
+def test_only_some_ends_are_remembered() -> None:
+    store, _ = _store()
+    touches = Touches(store)
+    for row in range(CHAIN):
+        store.chunks.parent[row] = NONE  # all are roots
+        _use(store, touches, row, 1 + row)
+    assert len(touches._tips) == 16
