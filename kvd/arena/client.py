@@ -8,6 +8,7 @@ was used. A forked child has none of it.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,10 @@ from kvd.arena.layout import EPOCH, PAGE, RESERVED, SUPER_WORDS, Superblock
 from kvd.arena.mapping import Mapping
 from kvd.chunk import HEADER_BYTES, RECORD_DTYPE, ChunkHeader, SlotRef
 from kvd.errors import ArenaError
+
+_FIELDS: dict[str, Any] = dict(RECORD_DTYPE.fields or {})
+_GENERATION_AT = int(_FIELDS["generation"][1])
+_RECORD_QUADS = HEADER_BYTES // 8
 
 
 class ArenaMap:
@@ -49,6 +54,8 @@ class ArenaMap:
         self._word = raw[: SUPER_WORDS * 8].view("<u8")
         self._records: NDArray[np.void] = raw[block.geometry.record_at(0) :].view(RECORD_DTYPE)
         self._generations = self._records["generation"]
+        self._quads: memoryview[int] = raw[: len(raw) // 8 * 8].data.cast("Q")
+        self._first = (block.geometry.record_at(0) + _GENERATION_AT) // 8
         self.expected_epoch = self.epoch()
 
     @property
@@ -119,6 +126,17 @@ class ArenaMap:
         result: NDArray[np.bool_] = fresh
         return result
 
+    def unchanged(self, refs: Iterable[tuple[int, int, int, int, int]], epoch: int) -> bool:
+        """`check` in one answer for a few references, as tuples in the order of SlotRef's fields:
+        whether all of them are still what they were."""
+        self._check_alive()
+        quads, first, records = self._quads, self._first, self._geometry.records
+        for ref in refs:
+            record = ref[1]
+            if record >= records or quads[first + record * _RECORD_QUADS] != ref[4]:
+                return False
+        return self.epoch() == epoch
+
     def header(self, record: int) -> ChunkHeader:
         """A record's header. ArenaError if none is there (or it is being written each time)."""
         self._check_alive()
@@ -146,6 +164,7 @@ class ArenaMap:
         self._word = np.empty(0, "<u8")
         self._records = np.empty(0, RECORD_DTYPE)
         self._generations = self._records["generation"]
+        self._quads = memoryview(b"")
 
     def _check_alive(self) -> None:
         _ = self._table.bytes

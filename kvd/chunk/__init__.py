@@ -41,7 +41,7 @@ from kvd.chunk.key import (
     namespace_digest,
 )
 from kvd.chunk.outcome import Kind, Outcome
-from kvd.chunk.ref import REF_BYTES, REF_DTYPE, SlotRef, pack_refs, unpack_refs
+from kvd.chunk.ref import REF_BYTES, REF_DTYPE, SlotRef, list_refs, pack_refs, unpack_refs
 from kvd.chunk.spec import KVSpec, ShardSpec, canonical_pairs
 
 __all__ = [
@@ -75,6 +75,7 @@ __all__ = [
     "content_hash",
     "copy_with_digest",
     "fingerprint",
+    "list_refs",
     "namespace_digest",
     "pack_refs",
     "patch_check",

@@ -44,6 +44,15 @@ def unpack_refs(data: bytes | memoryview) -> NDArray[np.void]:
     return np.frombuffer(data, dtype=REF_DTYPE)
 
 
+def list_refs(data: Given[bytes | memoryview]) -> list[tuple[int, int, int, int, int]]:
+    """References as tuples in the order of SlotRef's fields: where they are few, an array costs
+    more than it saves. ValueError if the size is off."""
+    try:
+        return list(_REF.iter_unpack(data))  # type: ignore[arg-type]
+    except (error, TypeError) as misfit:
+        raise ValueError(f"no whole number of references: {misfit}") from misfit
+
+
 def pack_refs(refs: Given[list[SlotRef]]) -> bytes:
     """References as packed bytes, 32 a piece. ValueError if one does not fit its widths."""
     if not isinstance(refs, list):

@@ -113,6 +113,14 @@ class ClientBase:
         """Like submit, but poll() does not give it back: wait for its result()."""
         return self._channel.submit(message, payload, deadline_ns=deadline_ns)
 
+    def arrived(self, call: Call) -> bool:
+        """Whether a call has come to its end; nothing is waited for."""
+        return self._channel.arrived(call)
+
+    def flush(self) -> None:
+        """Send what was held back."""
+        self._channel.flush()
+
     def reservation_of(self, call: Call) -> Reservation:
         """The handle that a reserve's answer is (waits for it)."""
         reply = self._reply(call, m.ReserveReply)

@@ -7,6 +7,7 @@ kvd.client.exchange.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterable
@@ -37,8 +38,10 @@ class Channel(Exchange):
         deadline_ns: int,
         serial: int | None = None,
         tracked: bool = False,
+        hold: bool = False,
     ) -> Call:
-        """Send now if that is possible, else as soon as it is. Never blocks.
+        """Send now if that is possible, else as soon as it is. Never blocks. `hold`: the caller
+        submits more at once, or calls `flush`; what goes out together costs both sides less.
 
         `serial`: the link in which the message's handle was given; the call ends with StaleEpoch
         if that one is over. None: whichever there is (a handle of the group).
@@ -51,8 +54,15 @@ class Channel(Exchange):
                 self._has_finished()  # drops what was collected
             self._queue.append(call)
             self._limit(call)
-            self._pump(time.monotonic_ns())
+            if not hold:
+                self._pump(time.monotonic_ns())
         return call
+
+    def flush(self) -> None:
+        """Send what was held back. Never blocks, and raises nothing."""
+        with self.lock:
+            if not self._closed and os.getpid() == self.pid:
+                self._pump(time.monotonic_ns())
 
     def abandon(self, call: Call) -> None:
         """End a call from this side. What its answer grants, late or unread, is given back."""
@@ -77,9 +87,10 @@ class Channel(Exchange):
                 self._give_back(link, call.message, call.raw, call.newer)
                 self._pump(time.monotonic_ns())
 
-    def forget(self, message: Request, serial: int | None) -> None:
+    def forget(self, message: Request, serial: int | None, *, hold: bool = False) -> None:
         """Give back a handle of the link `serial` (None: of whichever there is) without waiting:
-        said until it is heard, or the session is over and the handle with it."""
+        said until it is heard, or the session is over and the handle with it. `hold`: as in
+        `submit`."""
         with self.lock:
             self.check()
             link = self._link
@@ -87,7 +98,8 @@ class Channel(Exchange):
                 return
             now = time.monotonic_ns()
             self._internal(message, link.serial, now)
-            self._pump(now)
+            if not hold:
+                self._pump(now)
 
     @property
     def counters(self) -> Counters:

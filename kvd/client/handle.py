@@ -29,15 +29,17 @@ class Handle:
             raise UnknownHandle("nothing was asked for, and nothing was given")
         return self._session
 
-    def _submit(self, message: m.Request, timeout_s: float | None = None) -> Call:
+    def _submit(
+        self, message: m.Request, timeout_s: float | None = None, *, hold: bool = False
+    ) -> Call:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         return self._channel.submit(
-            message, deadline_ns=deadline_ns(timeout_s), serial=self._link.serial
+            message, deadline_ns=deadline_ns(timeout_s), serial=self._link.serial, hold=hold
         )
 
-    def _forget(self, message: m.Request) -> None:
+    def _forget(self, message: m.Request, *, hold: bool = False) -> None:
         """Send without waiting; if there is no session any more, it has ended there as well."""
         try:
-            self._channel.forget(message, self._link.serial)
+            self._channel.forget(message, self._link.serial, hold=hold)
         except (ClientClosed, Forked):
             return

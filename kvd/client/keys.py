@@ -7,6 +7,7 @@ container of integers will do; what is packed already is taken as it is. BadKey 
 from __future__ import annotations
 
 import operator
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,14 @@ for _outcome in Outcome:
 def outcomes(raw: bytes) -> tuple[Outcome, ...]:
     """One Outcome a byte; a number that this version does not know is FAILED."""
     return tuple([_OUTCOMES[byte] for byte in raw])
+
+
+def where(raw: bytes, value: int) -> list[int]:
+    """The places of a byte, in order."""
+    count = len(raw)
+    if raw.count(value) == count:
+        return list(range(count))
+    return [at for at, byte in enumerate(raw) if byte == value]
 
 
 def _pack(value: Hashes, each: int, what: str) -> bytes:
@@ -119,6 +128,11 @@ def pack_numbers(value: Numbers | None, dtype: str, keys: int, what: str) -> byt
 def pack_items(items: Iterable[int]) -> bytes:
     """Little-endian u32 a result number. BadKey if one is not such a number."""
     return np.array(whole_numbers(items, "items"), dtype="<u4").tobytes()
+
+
+def unpack_items(packed: bytes) -> list[int]:
+    """The result numbers in a packed array."""
+    return list(struct.unpack(f"<{len(packed) // 4}I", packed))
 
 
 def _shown(value: object) -> str:

@@ -20,7 +20,7 @@ from kvd.client.channel import Channel
 from kvd.client.durations import TIMEOUT_MAX_S, deadline_ns, span_ns
 from kvd.client.handle import Handle
 from kvd.client.keys import outcomes as named
-from kvd.client.keys import pack_items
+from kvd.client.keys import pack_items, unpack_items, where
 from kvd.client.link import Link
 from kvd.client.memory import Slots
 from kvd.client.settings import LEASE_MARGIN_NS, SharedLease
@@ -55,10 +55,9 @@ class Transfer(Handle):
         self.done = reply.done
         self._raw = bytearray(reply.outcomes)
         self._slots = Slots(link.maps, link.epoch, len(reply.outcomes))
-        ready = np.flatnonzero(np.frombuffer(reply.outcomes, dtype=np.uint8) == _OK)
+        self._fresh = where(reply.outcomes, _OK)
         if reply.refs:
-            self._slots.fill(ready, reply.refs)
-        self._fresh: list[int] = ready.tolist()
+            self._slots.fill(self._fresh, reply.refs)
         # How many results are known, in the daemon's order of completion: what `wait` goes on from.
         self._known = len(reply.outcomes) - reply.outcomes.count(0)
 
@@ -66,6 +65,11 @@ class Transfer(Handle):
     def outcomes(self) -> tuple[Outcome, ...]:
         """As far as they are known; FAILED where not."""
         return named(bytes(self._raw))
+
+    @property
+    def whole(self) -> bool:
+        """Whether every result is OK."""
+        return self._raw.count(_OK) == len(self._raw)
 
     def wait(self, timeout_s: float | None = None) -> list[int]:
         """Results that became ready and were not handed out before; waits until there is one, all
@@ -85,14 +89,14 @@ class Transfer(Handle):
         reply = self._submit(message, min(left_ns / 1e9 + 1.0, TIMEOUT_MAX_S)).result()
         if not isinstance(reply, m.WaitReply):
             raise ProtocolError("not the answer to a wait")
-        items = np.frombuffer(reply.items, dtype="<u4")
-        if items.size and int(items.max()) >= len(self._raw):
+        items = unpack_items(reply.items)
+        if items and max(items) >= len(self._raw):
             raise ProtocolError("a wait names a result that was not asked for")
-        ready = items[np.frombuffer(reply.outcomes, dtype=np.uint8) == _OK]
+        ready = [items[at] for at in where(reply.outcomes, _OK)]
         if reply.refs:
             self._slots.fill(ready, reply.refs)
-        self._fresh += [i for i in dict.fromkeys(ready.tolist()) if self._raw[i] != _OK]
-        for index, outcome in zip(items.tolist(), reply.outcomes, strict=True):
+        self._fresh += [i for i in dict.fromkeys(ready) if self._raw[i] != _OK]
+        for index, outcome in zip(items, reply.outcomes, strict=True):
             self._raw[index] = outcome
         self._known = reply.known
         self.done = reply.done
@@ -135,8 +139,7 @@ class Transfer(Handle):
     def check(self, index: int | None = None) -> None:
         """After the last byte was used: LeaseLost if this result (all, if None) may have been
         replaced meanwhile. What was read must then be thrown away."""
-        items = None if index is None else np.array([index])
-        if not self.lease.valid or not self._slots.fresh(items):
+        if not self.lease.valid or not self._slots.fresh(index):
             raise LeaseLost(
                 f"lease {self.lease.id} ended before the bytes were used: throw them away and "
                 f"look up again; ask for a longer lease, or renew it"
@@ -233,16 +236,17 @@ class Lease(Handle):
         if not self.valid:
             raise LeaseLost(f"lease {self.id} has ended: look up again, or ask for a longer one")
 
-    def release(self, *, wait: bool = False) -> None:
+    def release(self, *, wait: bool = False, hold: bool = False) -> None:
         """Let go. With `wait`, LeaseLost if the daemon says that the lease had ended before: the
-        confirmation for machines with weak memory ordering. Idempotent."""
+        confirmation for machines with weak memory ordering. `hold`: it may go out with what is
+        asked next. Idempotent."""
         if self._released:
             return
         self._released = True
         self._transfers = []  # they refer to this lease: no circle stays behind
         message = m.Release(self.id)
         if not wait:
-            self._forget(message)
+            self._forget(message, hold=hold)
             return
         try:
             self._submit(message).result()

@@ -298,14 +298,16 @@ class Link:
             if not int(dealer.getsockopt(_EVENTS)) & _POLLIN:
                 return None
             data = dealer.recv(_DONTWAIT)
+            frame = decode_frame(data, _REPLY_LIMITS)
+            # What the header does not announce is not asked for: it would be read as a next
+            # answer, and is none.
             rest: list[bytes] = []
-            while dealer.getsockopt(_RCVMORE):
+            while frame.frames and dealer.getsockopt(_RCVMORE):
                 rest.append(dealer.recv(_DONTWAIT))
         except zmq.Again:
             return None
         except zmq.ZMQError as error:
             raise Lost(f"the socket failed: {error}") from error
-        frame = decode_frame(data, _REPLY_LIMITS)
         if not frame.flags & _REPLY or len(rest) != frame.frames:
             raise ProtocolError("the daemon sent what is no answer")
         if self.phase is Phase.GREETING:

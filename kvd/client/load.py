@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvd.chunk import Outcome, payload_digest
 from kvd.client.copies import copy_out, copy_out_with_digest
+from kvd.client.keys import where
 from kvd.client.lease import Transfer
 from kvd.client.lookup import Lookup
 from kvd.client.stream import Batch, Copier, Keys, Stream
@@ -19,6 +20,8 @@ from kvd.wire import messages as m
 
 if TYPE_CHECKING:
     from kvd.client.base import ClientBase
+
+_OK = int(Outcome.OK)
 
 
 class Load(Stream):
@@ -49,12 +52,13 @@ class Load(Stream):
         try:
             while ahead is not None:
                 now, ahead = ahead, None
-                if not self.arrived(now.call):
+                if not self.client.arrived(now.call):
                     self._release()
                 found = self.client.lookup_of(now.call)
                 following = self._note(now, found)
-                self._release()
-                if following == now.end:
+                goes_on = following == now.end and following < self.keys.keys
+                self._release(hold=goes_on)
+                if goes_on:
                     ahead = self._ask(following, alone=False)
                 self._taken, found = found, None
                 if not self._take(now, self._taken):
@@ -63,6 +67,9 @@ class Load(Stream):
                 if ahead is None:
                     self._release()
                     ahead = self._ask(following, alone=True)
+        except BaseException:
+            self.client.flush()
+            raise
         finally:
             self._release()
             if found is not None and found.lease is not None:
@@ -71,11 +78,12 @@ class Load(Stream):
                 ahead.call.cancel()
         return self.outcomes
 
-    def _release(self) -> None:
-        """Let go of the batch that was copied last, if that was not done yet."""
+    def _release(self, *, hold: bool = False) -> None:
+        """Let go of the batch that was copied last, if that was not done yet; `hold`: with the
+        next question."""
         taken, self._taken = self._taken, None
         if taken is not None and taken.lease is not None:
-            taken.lease.release()
+            taken.lease.release(hold=hold)
 
     def _ask(self, begin: int, *, alone: bool) -> Batch | None:
         keys = self.keys
@@ -102,9 +110,11 @@ class Load(Stream):
         return Batch(begin, end, self.client.submit_at(message, self._deadline_ns), alone)
 
     def _note(self, batch: Batch, found: Lookup) -> int:
+        if len(found.raw) != batch.end - batch.begin:
+            raise ProtocolError(f"{len(found.raw)} outcomes for {batch.end - batch.begin} keys")
+        if found.raw.count(_OK) == found.leading == len(found.raw):
+            return batch.end
         said = found.outcomes
-        if len(said) != batch.end - batch.begin:
-            raise ProtocolError(f"{len(said)} outcomes for {batch.end - batch.begin} keys")
         for position, outcome in enumerate(said):
             if outcome is not Outcome.OK:
                 first = (batch.begin + position) * self.width
@@ -126,7 +136,7 @@ class Load(Stream):
         transfer = found.transfer
         if transfer is None:
             return True
-        hits = [i for i, outcome in enumerate(found.outcomes) if outcome is Outcome.OK]
+        hits = where(found.raw, _OK)
         if not self._every:
             hits = hits[: found.leading]
         width = self.width
@@ -150,7 +160,7 @@ class Load(Stream):
                 self.outcomes[place] = Outcome.CORRUPT
                 continue
             taken.append(index)
-        for index, outcome in enumerate(transfer.outcomes):
+        for index, outcome in enumerate(() if transfer.whole else transfer.outcomes):
             if outcome is not Outcome.OK:
                 late = outcome is Outcome.FAILED and not transfer.done
                 self.outcomes[places[index]] = Outcome.DEADLINE if late else outcome

@@ -12,7 +12,7 @@ from kvd.chunk import Kind, Outcome
 from kvd.client.base import ClientBase, SpecLike
 from kvd.client.durations import span_ns
 from kvd.client.inline import InlineLoad, get_message
-from kvd.client.keys import Hashes, outcomes, pack_fingerprints
+from kvd.client.keys import Hashes, outcomes, pack_fingerprints, whole
 from kvd.client.lease import Lease
 from kvd.client.load import Load
 from kvd.client.lookup import Lookup
@@ -142,9 +142,17 @@ class Loading(ClientBase):
             return []
         deadline_ns = self.deadline_ns(timeout_s)
         if not self.info(timeout_s).maps_memory:
-            return InlineLoad(self, keys, take, every=every).run(deadline_ns)
+            return InlineLoad(self, keys, take, every=bool(every)).run(deadline_ns)
         lease_ns = self._lease_ns(lease_s, timeout_s)
-        stream = Load(self, keys, take, batch, every=every, lease_ns=lease_ns, verify=verify)
+        stream = Load(
+            self,
+            keys,
+            take,
+            whole(batch, "batch"),
+            every=bool(every),
+            lease_ns=lease_ns,
+            verify=bool(verify),
+        )
         return stream.run(deadline_ns)
 
     def get(

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from kvd.arena import ArenaMap
-from kvd.chunk import REF_DTYPE, HeaderFlag
+from kvd.chunk import HeaderFlag, list_refs
 from kvd.client.link import Link
 from kvd.errors import ArenaError, ProtocolError, Unavailable
 from kvd.wire.attach import FDS_PER_ARENA
@@ -25,6 +25,7 @@ from kvd.wire.attach import FDS_PER_ARENA
 PREFAULT_STEP = 32 << 20  # bytes at a time: what a prefault may delay others' page faults by
 
 Maps = dict[int, ArenaMap]  # number in this session -> map
+Ref = tuple[int, int, int, int, int]  # the fields of a SlotRef
 
 
 class Memory:
@@ -35,7 +36,7 @@ class Memory:
         self._by_id: dict[bytes, ArenaMap] = {}
         self.maps: Maps = {}
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._faulter: threading.Thread | None = None
         self.prefaulted = 0  # bytes so far
 
     def adopt(self, link: Link) -> None:
@@ -75,7 +76,7 @@ class Memory:
     def close(self) -> None:
         """Let go of all maps; views that are in use stay valid memory."""
         self._stop.set()
-        thread = self._thread
+        thread = self._faulter
         if thread is not None and thread is not threading.current_thread():
             thread.join(5.0)
         for known in self._by_id.values():
@@ -83,10 +84,10 @@ class Memory:
         self._by_id, self.maps = {}, {}
 
     def _start(self, maps: Sequence[ArenaMap]) -> None:
-        self._thread = threading.Thread(
+        self._faulter = threading.Thread(
             target=self._run, args=(maps,), name="kvd-prefault", daemon=True
         )
-        self._thread.start()
+        self._faulter.start()
 
     def _run(self, maps: Sequence[ArenaMap]) -> None:
         for known in maps:
@@ -111,74 +112,72 @@ class Memory:
 
 
 class Slots:
-    """References of one answer and the maps that they point into: views by result number."""
+    """References of one answer and the maps that they point into: views by result number, which
+    may be any integer (`Any`, so that no compiler asks for Python's own)."""
 
-    __slots__ = ("epoch", "maps", "of", "refs")
+    __slots__ = ("_refs", "epoch", "maps")
 
     def __init__(self, maps: Maps, epoch: int, count: int) -> None:
         self.maps = maps
         self.epoch = epoch
-        self.refs: NDArray[np.void] = np.zeros(count, dtype=REF_DTYPE)
-        self.of = np.zeros(count, dtype=np.bool_)  # which results have a reference
+        self._refs: list[Ref | None] = [None] * count
 
-    def fill(self, items: NDArray[np.integer[Any]], packed: bytes) -> None:
+    def fill(self, items: Sequence[int], packed: bytes) -> None:
         """References for these results, in order. ProtocolError if one is out of bounds."""
-        refs = np.frombuffer(packed, dtype=REF_DTYPE)
-        numbers = refs["arena"]
-        first = int(numbers[0])
-        one = bool((numbers == first).all())  # as a rule
-        for number in (first,) if one else np.unique(numbers).tolist():
-            known = self.maps.get(number)
-            mine = refs if one else refs[numbers == number]
-            if known is None:
-                raise ProtocolError(f"a reference names arena {number}, which is not mapped here")
-            length = mine["length"]
-            if (
-                int(length.max()) > known.slab_size
-                or int((mine["offset"] + length).max()) > known.size
-                or int(mine["record"].max()) >= known.records
-            ):
+        refs = list_refs(packed)
+        if len(refs) != len(items):
+            raise ProtocolError(f"{len(refs)} references for {len(items)} results")
+        number, slab_size, size, records = -1, 0, 0, 0
+        for index, ref in zip(items, refs, strict=True):
+            if ref[0] != number:  # as a rule all are of one arena
+                number = ref[0]
+                known = self.maps.get(number)
+                if known is None:
+                    raise ProtocolError(f"a reference names arena {number}, which is not mapped")
+                slab_size, size, records = known.slab_size, known.size, known.records
+            if ref[3] > slab_size or ref[2] + ref[3] > size or ref[1] >= records:
                 raise ProtocolError("a reference points outside of its arena")
-        self.refs[items] = refs
-        self.of[items] = True
+            self._refs[index] = ref
 
-    def view(self, index: int) -> memoryview:
-        """The payload of one result, writable. KeyError if it has none."""
-        if not 0 <= index < len(self.of) or not self.of[index]:
+    def ref(self, index: Any) -> Ref:
+        """Of one result: arena, record, offset, length, generation. KeyError if it has none."""
+        found: Ref | None = self._refs[index] if 0 <= index < len(self._refs) else None
+        if found is None:
             raise KeyError(f"result {index} has no slot")
-        arena, _, offset, length, _ = self.refs[index].item()
-        return self._map(arena).view_at(offset, length)
+        return found
 
-    def array(self, index: int, dtype: DTypeLike, shape: Sequence[int] | None) -> NDArray[Any]:
+    def view(self, index: Any) -> memoryview:
+        """The payload of one result, writable. KeyError if it has none."""
+        ref = self.ref(index)
+        return self._map(ref[0]).view_at(ref[2], ref[3])
+
+    def array(self, index: Any, dtype: DTypeLike, shape: Sequence[int] | None) -> NDArray[Any]:
         """The same as an array. ValueError if dtype and shape do not fit the bytes."""
         flat: NDArray[Any] = np.frombuffer(self.view(index), dtype=dtype)
         return flat if shape is None else flat.reshape(shape)
 
-    def tensor(self, index: int, dtype: Any, shape: Sequence[int] | None) -> Any:
+    def tensor(self, index: Any, dtype: Any, shape: Sequence[int] | None) -> Any:
         """The same as a torch tensor on the CPU; `dtype` is a torch dtype."""
         import torch
 
         flat = torch.frombuffer(self.view(index), dtype=dtype)
         return flat if shape is None else flat.reshape(tuple(shape))
 
-    def fresh(self, items: NDArray[np.integer[Any]] | None = None) -> bool:
-        """Whether these results (all that have a slot, if None) are still what they were: epoch
-        and generations unchanged. To be asked after the last byte."""
-        refs = self.refs[self.of] if items is None else self.refs[items]
-        if not len(refs):
-            return True
-        numbers = refs["arena"]
-        first = int(numbers[0])
-        if len(self.maps) == 1 or bool((numbers == first).all()):
-            return bool(self._map(first).check(refs, self.epoch).all())
-        return all(
-            bool(self._map(int(n)).check(refs[numbers == n], self.epoch).all())
-            for n in np.unique(numbers)
-        )
+    def fresh(self, index: Any = None) -> bool:
+        """Whether this result (all that have a slot, if None) is still what it was: epoch and
+        generations unchanged. To be asked after the last byte."""
+        if index is not None:
+            refs = [self.ref(index)]
+        else:
+            refs = [ref for ref in self._refs if ref is not None]
+        for number in {ref[0] for ref in refs}:
+            if not self._map(number).unchanged([r for r in refs if r[0] == number], self.epoch):
+                return False
+        return True
 
-    def digest(self, index: int) -> bytes | None:
+    def digest(self, index: Any) -> bytes | None:
         """The root digest in the record of one result; None while it is not sealed."""
-        arena, record, _, length, generation = self.refs[index].item()
+        arena, record, _, length, generation = self.ref(index)
         header = self._map(arena).header(record)
         if header.generation != generation or header.length != length:
             return None

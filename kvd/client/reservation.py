@@ -18,7 +18,7 @@ from kvd.client.call import Call
 from kvd.client.channel import Channel
 from kvd.client.handle import Handle
 from kvd.client.keys import outcomes as named
-from kvd.client.keys import pack_digests, pack_items
+from kvd.client.keys import pack_digests, pack_items, unpack_items, where
 from kvd.client.link import Link
 from kvd.client.memory import Slots
 from kvd.errors import ProtocolError
@@ -40,13 +40,12 @@ class Reservation(Handle):
         self.write = reply.write
         self.outcomes = named(reply.outcomes)
         self.deadline_ns = reply.deadline - (link.offset_ns if link is not None else 0)
-        granted = np.flatnonzero(np.frombuffer(reply.outcomes, dtype=np.uint8) == _GRANTED)
-        self._granted: NDArray[np.intp] = granted
+        self._granted = where(reply.outcomes, _GRANTED)
         maps, epoch = (link.maps, link.epoch) if link is not None else ({}, 0)
         self._slots = Slots(maps, epoch, len(reply.outcomes))
         if reply.refs:
-            self._slots.fill(granted, reply.refs)
-        self._left: set[int] = set(granted.tolist())
+            self._slots.fill(self._granted, reply.refs)
+        self._left = set(self._granted)
         # Until this write is over, this process may be copying: the session's lock says so.
         self._lock = link.lock if link is not None and self._left else None
 
@@ -58,8 +57,12 @@ class Reservation(Handle):
     @property
     def granted(self) -> list[int]:
         """Results that are to be filled."""
-        found: list[int] = self._granted.tolist()
-        return found
+        return list(self._granted)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every result is granted."""
+        return len(self._granted) == len(self.outcomes)
 
     def view(self, index: int) -> memoryview:
         """The slot of a granted result, writable, exactly the payload's bytes. KeyError if it was
@@ -82,19 +85,22 @@ class Reservation(Handle):
         digests: Sequence[bytes] | None = None,
         *,
         timeout_s: float | None = None,
+        hold: bool = False,
     ) -> Call:
         """Send a commit without waiting. `digests`: 16 bytes for each of `items` (of all granted
-        without `items`): the chunks are sealed at once. Pass the call to `committed`."""
+        without `items`): the chunks are sealed at once. Pass the call to `committed`. `hold`: it
+        goes out with what is asked next."""
         chosen = sorted(self._left) if items is None else list(items)
         for index in chosen:
             if index not in self._left:
                 raise KeyError(f"result {index} is not granted, or was committed or aborted")
         if digests is not None and len(digests) != len(chosen):
             raise ValueError(f"{len(chosen)} digests are due, {len(digests)} came")
-        packed = None if len(chosen) == len(self.granted) else pack_items(chosen)
+        packed = None if len(chosen) == len(self._granted) else pack_items(chosen)
         return self._submit(
             m.Commit(self.write, packed, None if digests is None else pack_digests(digests)),
             timeout_s,
+            hold=hold,
         )
 
     def committed(self, call: Call) -> list[Outcome]:
@@ -104,7 +110,7 @@ class Reservation(Handle):
             raise ProtocolError("not the answer to a commit")
         chosen = self.granted
         if message.items is not None:
-            chosen = np.frombuffer(message.items, dtype="<u4").tolist()
+            chosen = unpack_items(message.items)
         if len(reply.outcomes) != len(chosen):
             raise ProtocolError(f"{len(reply.outcomes)} outcomes for {len(chosen)} items")
         result = list(self.outcomes)

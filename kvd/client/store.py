@@ -62,12 +62,13 @@ class Store(Stream):
         try:
             while ahead is not None:
                 now, ahead = ahead, None
-                if not self.arrived(now.call):
+                if not self.client.arrived(now.call):
                     self._commit()
                 held = self.client.reservation_of(now.call)
                 following = self._note(now, held)
-                self._commit()
-                if following == now.end:
+                goes_on = following == now.end and following < self.keys.keys
+                self._commit(hold=goes_on)
+                if goes_on:
                     ahead = self._ask(following, alone=False)
                 self._fill(now.begin * self.width, held)
                 held = None
@@ -84,6 +85,7 @@ class Store(Stream):
             for reservation in [held, *(entry[1] for entry in self._commits)]:
                 if reservation is not None:
                     reservation.abort()
+            self.client.flush()
             if ahead is not None:
                 ahead.call.cancel()
             raise
@@ -114,6 +116,8 @@ class Store(Stream):
         said = reservation.outcomes
         if len(said) != (batch.end - batch.begin) * self.width:
             raise ProtocolError(f"{len(said)} outcomes for {batch.end - batch.begin} keys")
+        if reservation.whole:
+            return batch.end
         first = batch.begin * self.width
         self.outcomes[first : first + len(said)] = [
             Outcome.FAILED if outcome is Outcome.GRANTED else outcome for outcome in said
@@ -146,13 +150,16 @@ class Store(Stream):
                 copy_into(view, self.buffers[first + index])
         self._filled = Filled(first, reservation, digests)
 
-    def _commit(self) -> None:
-        """Send the commit of what was filled last, if that was not done yet."""
+    def _commit(self, *, hold: bool = False) -> None:
+        """Send the commit of what was filled last, if that was not done yet; `hold`: with the next
+        question."""
         filled, self._filled = self._filled, None
         if filled is not None:
             left_s = self.client.left_s(self._deadline_ns)
             try:
-                call = filled.reservation.submit_commit(None, filled.digests, timeout_s=left_s)
+                call = filled.reservation.submit_commit(
+                    None, filled.digests, timeout_s=left_s, hold=hold
+                )
             except BaseException:
                 filled.reservation.abort()
                 raise

@@ -101,7 +101,15 @@ class Storing(ClientBase):
         ttl_ns = self._ttl_ns(ttl_s, timeout_s)
         flags = whole(flags, "flags")
         if self.info(timeout_s).maps_memory:
-            stream = Store(self, keys, fill, batch, flags=flags, ttl_ns=ttl_ns, seal=seal)
+            stream = Store(
+                self,
+                keys,
+                fill,
+                whole(batch, "batch"),
+                flags=flags,
+                ttl_ns=ttl_ns,
+                seal=bool(seal),
+            )
             return stream.run(deadline_ns)
         sizes = self._sizes(spec, keys)
         inline = InlineStore(self, keys, fill, sizes=sizes, flags=flags, ttl_ns=ttl_ns)

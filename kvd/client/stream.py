@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvd.chunk import NO_PARENT, Kind, Outcome
 from kvd.client.call import Call
-from kvd.errors import KvdError
 
 if TYPE_CHECKING:
     from kvd.client.base import ClientBase
@@ -74,16 +73,6 @@ class Stream:
         self.buffers: Sequence[Any] = () if callable(copier) else copier
         if self.copier is None and len(self.buffers) != len(self.outcomes):
             raise ValueError(f"{len(self.outcomes)} buffers are due, {len(self.buffers)} came")
-
-    def arrived(self, call: Call) -> bool:
-        """Whether a call has come to its end; nothing is waited for."""
-        try:
-            call.result(0)
-        except TimeoutError:
-            return False
-        except KvdError:  # whoever takes the result meets it again
-            return True
-        return True
 
     def rest(self, begin: int, outcome: Outcome) -> None:
         """Keys from `begin` on were not tried, because of this."""

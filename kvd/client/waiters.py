@@ -76,6 +76,16 @@ class Waiters(ABC):
             self.abandon(call)
             raise
 
+    def arrived(self, call: Call) -> bool:
+        """Whether `call` is done by now; nothing is waited for. True also where its result would
+        tell of a fork."""
+        if call.done or os.getpid() != self.pid:
+            return True
+        with self.lock:
+            if not self._closed:
+                self._pump(time.monotonic_ns())
+            return call.done
+
     def poll(self, timeout_s: float) -> list[Call]:
         """Tracked calls that are done, in order of completion; waits for one if there is none."""
         until_ns = deadline_ns(timeout_s)

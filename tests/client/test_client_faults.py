@@ -232,7 +232,7 @@ def test_a_slot_that_changed_under_a_lease_is_lease_lost(
         transfer = found.transfer
         assert transfer is not None
         transfer.check()
-        record = int(transfer._slots.refs[1]["record"])
+        record = transfer._slots.ref(1)[1]
         if change == "generation":
             owner.table["generation"][record] = 99
             transfer.check(0)
