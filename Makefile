@@ -101,7 +101,7 @@ test: $(VENV)/.models $(VENV)/.kvikio  ## every test that needs neither a GPU no
 test-gpu: $(VENV)/.models $(VENV)/.kvikio  ## what only a machine with a CUDA device can show, as a JSON table, < 5 min
 	$(PY) -m kvd.tools.gpu
 
-compiled: $(COMPILED)/.made  ## kvd with its core compiled, in .venv-compiled; needs a C compiler, takes minutes
+compiled: $(COMPILED)/.made  ## kvd compiled, in .venv-compiled; needs a C compiler, takes minutes
 
 $(COMPILED)/.dev: pyproject.toml
 	@command -v cc >/dev/null || { echo "compiling the core needs a C compiler: cc is not on the PATH; kvd works without (make venv)" >&2; exit 1; }
@@ -116,10 +116,10 @@ $(COMPILED)/.made: $(COMPILED)/.dev setup.py $(SOURCES)
 	@touch $@
 
 # -P and PYTHONSAFEPATH, for what tests start: what is tested is what is installed, not what lies here.
-test-compiled: $(COMPILED)/.made  ## the records', core's, policies', tiers' and crash tests, compiled
+test-compiled: $(COMPILED)/.made  ## the tests of what is compiled, compiled
 	CRASH_ROUNDS=5 PYTHONSAFEPATH=1 $(COMPILED)/bin/python -P -m pytest -m 'not gpu and not engine' --color=no \
-		-n $(WORKERS) --dist loadfile tests/chunk tests/core tests/eviction tests/fair tests/tiers \
-		tests/crash $(PYTEST_ARGS)
+		-n $(WORKERS) --dist loadfile tests/arena tests/chunk tests/client tests/core tests/crash \
+		tests/eviction tests/fair tests/ladder tests/server tests/tiers tests/wire $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev  ## ruff, and mypy over the package as it is installed
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/kvd

@@ -76,6 +76,8 @@ class Registry(NamedTuple):
 class RecordTable:
     """The table file, mapped read-write by its one owner."""
 
+    __deletable__ = ("records", "_words", "_slabs")  # says the compiler's own rule
+
     def __init__(self, fd: int, geometry: Geometry) -> None:
         self._fd = fd
         self._geometry = geometry

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kvd.client.durations import deadline_ns
 from kvd.client.settings import RESEND_NS
 from kvd.errors import KvdError
+from kvd.native import Given
 from kvd.wire.messages import (
     OP_OF,
     Abort,
@@ -144,7 +145,7 @@ class Call:
         """End it so."""
         self.error = _another(error)
 
-    def result(self, timeout_s: float | None = None) -> Reply:
+    def result(self, timeout_s: Given[float] | None = None) -> Reply:
         """The answer. Waits until the call's deadline, or at most `timeout_s` seconds.
 
         Raises the typed error that the daemon answered, Unavailable when no answer came by the
@@ -153,7 +154,7 @@ class Call:
         if not self.done:
             until_ns = self.deadline_ns
             if timeout_s is not None:
-                until_ns = min(until_ns, deadline_ns(timeout_s))
+                until_ns = min(until_ns, deadline_ns(timeout_s))  # type: ignore[arg-type]
             self._channel.wait(self, until_ns)
             if not self.done:
                 raise TimeoutError(f"no answer within {timeout_s} s; the call goes on")

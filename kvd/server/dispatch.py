@@ -160,7 +160,7 @@ class Dispatcher:
         self._limiter = limiter
         self._sessions = sessions
         self._responder = responder
-        self._inline = inline
+        self._inlined = inline
         self._counters = counters
         self._limits = limits
         self._epoch = epoch
@@ -305,7 +305,7 @@ class Dispatcher:
         if self._recorder is not None and (kind is m.Lookup or kind is m.Get):
             self._recorder.note(request.session.grant.namespace, message)
         if kind is m.Put:
-            self._inline.put(request, message, payload)
+            self._inlined.put(request, message, payload)
             return
         if payload:
             raise ProtocolError(f"operation {request.op} takes no payload frames")
@@ -355,7 +355,7 @@ class Dispatcher:
         self._host.hello(request, message)
 
     def _get(self, request: Request, message: m.Get) -> None:
-        self._inline.get(request, message)
+        self._inlined.get(request, message)
 
     def _bye(self, request: Request, message: m.Bye) -> None:
         request.respond.result(request, m.DoneReply(), ())

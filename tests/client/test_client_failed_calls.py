@@ -122,7 +122,7 @@ def test_each_asking_for_a_result_raises_an_error_of_its_own_that_says_the_same(
 
 
 def test_an_error_that_is_kept_says_all_that_it_said() -> None:
-    call = Call.__new__(Call)
+    call = Call(None, m.Heartbeat(), (), 0, None)  # type: ignore[arg-type]
     told = Busy("asks for too much", 1.5)
     told.__cause__ = OSError("why")
     call.fail(told)
