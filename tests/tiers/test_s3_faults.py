@@ -188,6 +188,35 @@ def test_a_put_whose_answer_was_lost_is_still_ours(fake: FakeS3, it: Rig) -> Non
     assert it.one(Chunk(1).delete()).answer is Answer.OK and not fake.objects
 
 
+def test_a_large_put_whose_answer_was_lost_is_still_ours(fake: FakeS3, it: Rig) -> None:
+    """Its parts are an object, the answer was not heard, and then there is no such upload."""
+    chunk = Chunk(1, 17 * MIB)
+
+    def lost(request: Request) -> str | None:
+        ends = request.method == "POST" and "uploadId" in request.query
+        return "reset" if ends and request.query["uploadId"][0] in fake.uploads else None
+
+    fake.hook = lost
+    assert it.one(chunk.write()).answer is Answer.OK
+    fake.hook = lambda request: None
+    usage = it.tier.usage()
+    assert (usage.chunks, usage.used_bytes) == (1, 17 * MIB + 512)
+    assert it.one(chunk.read()).answer is Answer.OK
+    assert it.one(chunk.delete()).answer is Answer.OK and not fake.objects
+
+
+def test_an_upload_that_somebody_ended_is_a_failed_write(fake: FakeS3, it: Rig) -> None:
+    def ended(request: Request) -> None:
+        if request.method == "POST" and "uploadId" in request.query:
+            fake.uploads.clear()
+
+    fake.hook = ended  # type: ignore[assignment]
+    assert it.one(Chunk(1, 17 * MIB).write()).answer is Answer.FAILED
+    assert not fake.objects and it.tier.usage().used_bytes == 0
+    fake.hook = lambda request: None
+    assert it.one(Chunk(1, 17 * MIB).write()).answer is Answer.OK
+
+
 def test_sixteen_writers_of_one_key_leave_one_whole_object(fake: FakeS3) -> None:
     """K56: winners and losers all say present, or failed; the object is complete."""
     rigs = [rig(fake, installation=str(n)) for n in range(4)]

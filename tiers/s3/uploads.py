@@ -12,6 +12,7 @@ from typing import Any
 
 from kvd.chunk import HEADER_BYTES
 from kvd.tiers.s3.bucket import Bucket
+from kvd.tiers.s3.calls import NotThere, PreconditionFailed
 from kvd.tiers.s3.objects import Body, crc32c
 
 _TYPE = "application/octet-stream"
@@ -87,16 +88,32 @@ class Uploads:
 
         try:
             parts = bucket.together([partial(send, n, *body) for n, body in enumerate(bodies, 1)])
-            bucket.run(
+            self._complete(at, upload, parts, condition, deadline)
+        except BaseException:
+            self._abort(name, upload)
+            raise
+
+    def _complete(
+        self,
+        at: dict[str, str],
+        upload: str,
+        parts: list[dict[str, Any]],
+        condition: dict[str, str],
+        deadline: int,
+    ) -> None:
+        """Make an object of the parts. An upload that is not there (any more) may be one that was
+        completed by an attempt whose answer was lost: as after a 412, what lies there says so."""
+        client = self._bucket.client
+        try:
+            self._bucket.run(
                 "CompleteMultipartUpload",
                 lambda: client.complete_multipart_upload(
                     **at, UploadId=upload, MultipartUpload={"Parts": parts}, **condition
                 ),
                 deadline,
             )
-        except BaseException:
-            self._abort(name, upload)
-            raise
+        except NotThere:
+            raise PreconditionFailed from None
 
     def _abort(self, name: str, upload: str) -> None:
         done = self._bucket.attempt(
