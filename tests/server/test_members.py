@@ -1,5 +1,5 @@
-"""Nobody belongs to two namespaces: what would let one peer into either is refused, with both names,
-before it holds."""
+"""Nobody belongs to two namespaces: what would let one peer into either is refused, with both
+names, before it holds."""
 
 from __future__ import annotations
 
