@@ -496,7 +496,9 @@ def test_an_upload_that_could_not_be_given_back_is_when_the_server_works(
     assert not fake.uploads and it.tier.stat().notes["aborted_uploads"] == 1
 
 
-def test_an_old_upload_that_is_gone_meanwhile_does_not_keep_the_others(fake: FakeS3) -> None:
+def test_an_old_upload_that_is_gone_meanwhile_does_not_keep_the_others(
+    fake: FakeS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listed = "".join(
         f"<Upload><Key>kvd/c1/{n}</Key><UploadId>{n}</UploadId>"
         "<Initiated>2020-01-01T00:00:00.000Z</Initiated></Upload>"
@@ -514,7 +516,35 @@ def test_an_old_upload_that_is_gone_meanwhile_does_not_keep_the_others(fake: Fak
     fake.hook = hook
     it = rig(fake)
     assert ended == ["0", "1", "2"] and it.tier.stat().notes["aborted_uploads"] == 2
+    it.one(Chunk(1).write())
+    assert len(ended) == 3, "not with each write"
     it.close()
+    monkeypatch.setattr("kvd.tiers.s3.uploads.STALE_EVERY_NS", 0)
+    it = rig(fake)
+    it.one(Chunk(2).write())
+    assert len(ended) == 9, "and not at a start only"
+    it.close()
+
+
+@pytest.mark.parametrize("body", [b"", b"garbage", b"<a/>"])
+@pytest.mark.parametrize("of", ["uploads", "partNumber", "uploadId"])
+def test_an_answer_that_says_nothing_is_tried_again(
+    fake: FakeS3, it: Rig, of: str, body: bytes
+) -> None:
+    """A 200 of something in between: no upload has begun, no part has come, no object is there."""
+    left = [2]
+
+    def hook(request: Request) -> Response | None:
+        method = "PUT" if of == "partNumber" else "POST"
+        if not (left[0] and request.key and of in request.query and request.method == method):
+            return None
+        left[0] -= 1
+        return Response(200, body)
+
+    fake.hook = hook
+    chunk = Chunk(1, 17 * MIB)
+    assert it.one(chunk.write()).answer is Answer.OK
+    assert left == [0] and it.one(chunk.read()).answer is Answer.OK
 
 
 # -- objects ------------------------------------------------------------------------------------

@@ -95,7 +95,6 @@ class S3Backend(Backend):
                     f"tier s3: bucket {self._config.bucket}: {refused.detail}"
                 ) from refused
             raise
-        self._uploads.abort_stale()
         return report
 
     def probe(self, deadline: int, *, write: bool) -> ProbeReport:
@@ -213,7 +212,7 @@ class S3Backend(Backend):
     def _tidy(self) -> None:
         """The server works: take back what was begun while it did not. What may have been written
         is no chunk that anybody knows of; it is deleted if it lies there and is ours."""
-        self._uploads.abort_lost()
+        self._uploads.tidy()
         for _ in range(TIDIED):
             name = self._mine.look_for(SETTLED_NS)
             if name is None:

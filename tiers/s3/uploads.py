@@ -2,12 +2,13 @@
 
 The law of this module: an object is written under a condition, whole or not at all; parts of an
 upload that failed are given back, as soon as the server lets that be, and those that a killed
-daemon left are once they are old.
+daemon left are once they are old: a start looks for them, and then somebody does every six hours.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -15,7 +16,8 @@ from functools import partial
 from typing import Any
 
 from kvd.chunk import HEADER_BYTES
-from kvd.tiers.backend import Refused
+from kvd.tiers.backend import Refused, failed
+from kvd.tiers.base import Reason
 from kvd.tiers.s3.bucket import Bucket
 from kvd.tiers.s3.calls import NotThere, PreconditionFailed, Unsure, may_have_worked
 from kvd.tiers.s3.objects import Body, crc32c
@@ -23,6 +25,15 @@ from kvd.tiers.s3.objects import Body, crc32c
 _TYPE = "application/octet-stream"
 MOST_LOST = 4096
 LOST_AT_A_TIME = 8
+STALE_EVERY_NS = 6 * 3600 * 1_000_000_000
+
+
+def told(answer: dict[str, Any], name: str) -> str:
+    """What an answer of S3's says; one that does not is none of its, whatever its status."""
+    said = answer.get(name)
+    if not said:
+        raise failed(Reason.IO, f"an answer without {name}")
+    return str(said)
 
 
 class Uploads:
@@ -30,6 +41,7 @@ class Uploads:
         self._bucket = bucket
         self._lock = threading.Lock()
         self._lost: deque[tuple[str, str]] = deque()  # (name, upload) that could not be aborted
+        self._stale_at = 0  # CLOCK_MONOTONIC: when to look for old ones
 
     def send(
         self,
@@ -72,9 +84,9 @@ class Uploads:
         bucket, client, at = self._bucket, self._bucket.client, self._bucket.at(name)
         upload = bucket.run(
             "CreateMultipartUpload",
-            lambda: client.create_multipart_upload(**at, ContentType=_TYPE),
+            lambda: told(client.create_multipart_upload(**at, ContentType=_TYPE), "UploadId"),
             deadline,
-        )["UploadId"]
+        )
         size = bucket.config.part_bytes
         bodies = [(record, source[: size - HEADER_BYTES])] + [
             (b"", source[begin : begin + size])
@@ -82,18 +94,18 @@ class Uploads:
         ]
 
         def send(number: int, head: bytes, piece: memoryview) -> dict[str, Any]:
-            answer = bucket.run(
-                f"UploadPart {number}",
-                lambda: client.upload_part(
+            def upload_part() -> str:
+                answer = client.upload_part(
                     **at,
                     UploadId=upload,
                     PartNumber=number,
                     Body=Body(head, piece),
                     ContentLength=len(head) + len(piece),
-                ),
-                deadline,
-            )
-            return {"PartNumber": number, "ETag": answer["ETag"]}
+                )
+                return told(answer, "ETag")
+
+            etag = bucket.run(f"UploadPart {number}", upload_part, deadline)
+            return {"PartNumber": number, "ETag": etag}
 
         try:
             parts = bucket.together([partial(send, n, *body) for n, body in enumerate(bodies, 1)])
@@ -116,8 +128,11 @@ class Uploads:
         try:
             self._finish(
                 "CompleteMultipartUpload",
-                lambda: client.complete_multipart_upload(
-                    **at, UploadId=upload, MultipartUpload={"Parts": parts}, **condition
+                lambda: told(
+                    client.complete_multipart_upload(
+                        **at, UploadId=upload, MultipartUpload={"Parts": parts}, **condition
+                    ),
+                    "ETag",
                 ),
                 deadline,
             )
@@ -168,9 +183,15 @@ class Uploads:
 
         return bucket.attempt("AbortMultipartUpload", abort)
 
-    def abort_lost(self) -> None:
-        """Some of those that could not be given back when they failed. For when the server works
-        again."""
+    def tidy(self) -> None:
+        """Some of those that could not be given back when they failed, and now and then those that
+        are old. For when the server works."""
+        with self._lock:
+            due = time.monotonic_ns() >= self._stale_at
+            if due:
+                self._stale_at = time.monotonic_ns() + STALE_EVERY_NS
+        if due:
+            self._abort_stale()
         for _ in range(LOST_AT_A_TIME):
             with self._lock:
                 if not self._lost:
@@ -181,7 +202,7 @@ class Uploads:
                     self._lost.appendleft((name, upload))
                 return
 
-    def abort_stale(self) -> None:
+    def _abort_stale(self) -> None:
         """Parts of uploads that nobody finished cost money and are seen by nobody."""
         bucket, client, config = self._bucket, self._bucket.client, self._bucket.config
 
