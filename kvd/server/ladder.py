@@ -196,7 +196,7 @@ class Ladder:
         self._jobs[action.tier].append(self._job(action))
 
     def _job(self, action: Any) -> t.Job:
-        if isinstance(action, ac.TierWrite) and self._owed[action.tier]:
+        if isinstance(action, ac.TierWrite) and self._owed[action.tier].any:
             self._owed[action.tier].written(t.Key.of(action.header))
         if isinstance(action, ac.TierWrite) and action.kept:
             return t.Write(action, action.header, self._kept.pop(action.kept), action.deadline)
