@@ -481,6 +481,20 @@ def test_what_is_looked_for_can_not_be_written_and_is_told_once() -> None:
     assert mine.usage().used_bytes == 600
 
 
+@pytest.mark.parametrize("ended", ["written", "failed", "unsure"])
+def test_what_a_recovery_finds_while_it_is_written_counts_once(ended: str) -> None:
+    mine = Mine(1000)
+    with mine.listing():
+        assert mine.begin("a", 400) and mine.listed("a", 400, 0.0, ours=True)
+        if ended == "unsure":
+            mine.unsure("a", 400)
+        else:
+            mine.end("a", 400, written=ended == "written")
+    assert mine.usage().used_bytes == 400 and mine.look_for(0) is None
+    mine.forget(["a"])
+    assert mine.usage().used_bytes == 0
+
+
 def test_an_upload_that_could_not_be_given_back_is_when_the_server_works(
     fake: FakeS3, it: Rig
 ) -> None:

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conformance import Conformance, Medium
@@ -132,6 +133,20 @@ def test_what_was_set_and_not_answered_counts_and_is_taken_back(
     assert len(list(client.scan_iter("kvd:c1:*"))) == left
     assert it.tier.stat().notes["taken_back"] == 1 - left
     client.close()
+    it.close()
+
+
+def test_what_a_recovery_finds_while_it_is_written_counts_once(config: RedisConfig) -> None:
+    class Found(RedisBackend):
+        def _set_absent(self, *args: Any) -> bool:
+            written = super()._set_absent(*args)
+            assert sum(len(batch.records) for batch in self.recover()) == 1
+            return written
+
+    it = Rig(Found(config), "redis", CONFIG).start()
+    assert it.one(Chunk(1).write()).answer is Answer.OK
+    assert (it.tier.usage().chunks, it.tier.usage().used_bytes) == (1, 10_512)
+    assert it.one(Chunk(1).delete()).answer is Answer.OK and it.tier.usage().used_bytes == 0
     it.close()
 
 

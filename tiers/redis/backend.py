@@ -143,7 +143,9 @@ class RedisBackend(Backend):
             raise
         finally:
             with self._lock:
-                if written:
+                if known is None and name in self._mine:  # a recovery has found, and counted, it
+                    self._used -= nbytes
+                elif written:
                     self._mine[name] = nbytes
                 elif unsure:
                     self._unsure[name] = (nbytes, time.monotonic_ns())

@@ -78,10 +78,10 @@ class Mine:
     def end(self, name: str, nbytes: int, *, written: bool) -> None:
         """What was begun is ours, or was not written."""
         with self._lock:
+            if not written or name in self._objects:  # a recovery has found, and counted, it
+                self._used -= nbytes
             if written:
                 self._put(name, _Object(nbytes, time.time()))
-            else:
-                self._used -= nbytes
 
     def _put(self, name: str, mine: _Object) -> None:
         self._objects[name] = mine
@@ -93,7 +93,10 @@ class Mine:
     def unsure(self, name: str, nbytes: int) -> None:
         """What was begun may have been written: it counts, and is to be looked for."""
         with self._lock:
-            self._unsure[name] = _Unsure(nbytes, time.monotonic_ns())
+            if name in self._objects:  # a recovery has found it
+                self._used -= nbytes
+            else:
+                self._unsure[name] = _Unsure(nbytes, time.monotonic_ns())
 
     def look_for(self, age_ns: int) -> str | None:
         """The oldest of these, if it is so old; until `looked` nobody else gets it, and it can't be
