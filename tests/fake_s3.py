@@ -186,6 +186,8 @@ class FakeS3:
                 return element("ListMultipartUploadsResult", "")
             return self.list(r)
         there = self.objects.get(r.key)
+        if r.method != "DELETE" and r.query.get("uploadId", [""])[0] not in ("", *self.uploads):
+            return error(404, "NoSuchUpload")
         if r.method in ("GET", "HEAD"):
             if there is None:
                 return error(404, "NoSuchKey")

@@ -76,6 +76,12 @@ class PoolConfig(NamedTuple):
 DEFAULT = PoolConfig()
 
 _ROOM = frozenset({Answer.OK, Answer.EXISTS, Answer.NO_SPACE})
+# How a job may end, by its kind (tiers/base.py): whoever handed it over can deal with nothing else.
+_MAY_END: dict[type, frozenset[Answer]] = {
+    Write: frozenset(Answer) - {Answer.MISS},
+    Read: frozenset(Answer) - {Answer.EXISTS, Answer.NO_SPACE, Answer.TOO_LARGE},
+    Delete: frozenset({Answer.OK, Answer.TIMEOUT, Answer.FAILED, Answer.OFF}),
+}
 _KINDS: dict[type, str] = {Write: "write", Read: "read", Delete: "delete", Probe: "probe"}
 
 
@@ -367,7 +373,11 @@ class PooledTier(Tier):
     def _refusal(self, job: Job, refused: Refused) -> Completion:
         if refused.answer is Answer.CORRUPT:
             self.meter.count("quarantined")
-        return Completion(job, refused.answer, reason=refused.reason, detail=refused.detail)
+        answer, reason = refused.answer, refused.reason
+        if answer not in _MAY_END[type(job)]:  # a server may say anything to anything
+            answer = Answer.FAILED
+            reason = Reason.OTHER if reason is Reason.NONE else reason
+        return Completion(job, answer, reason=reason, detail=refused.detail)
 
     def _complete(self, job: Job, answer: Answer, *, detail: str) -> None:
         self._finish(Completion(job, answer, detail=detail))

@@ -198,7 +198,9 @@ class Lease(Handle):
         timeout_s: float | None = None,
     ) -> Transfer:
         """Start to bring chunks (positions within the lease; all, if None) to where they can be
-        read. Answers at once; iterate the transfer."""
+        read. Answers at once; iterate the transfer. ConfigError if this client maps no memory."""
+        if self._link.info is not None:
+            self._link.info.check_memory("load")
         message = m.Load(
             self.id,
             None if items is None else pack_items(items),

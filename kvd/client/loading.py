@@ -48,7 +48,8 @@ class Loading(ClientBase):
 
         `every`: look behind the first miss too (and lease all hits). `load`: also start their
         transfer. `reserve_misses`: also reserve what follows the leading run. Without `lease`
-        nothing is touched. `lease_s`, `ttl_s`: None is as long as the daemon says.
+        nothing is touched. `lease_s`, `ttl_s`: None is as long as the daemon says. ConfigError if
+        this client maps no memory, for `load` and `reserve_misses`.
         """
         keys = self._keys(spec, hashes, fingerprints, shards, kind, parent, index0, timeout_s)
         flags = LookupFlag.NONE
@@ -78,6 +79,9 @@ class Loading(ClientBase):
         )
         if not keys.keys:
             return Lookup.empty(self._channel, self.timeout_s)
+        if load or reserve_misses:
+            what = "lookup with load" if load else "lookup with reserve_misses"
+            self.info(timeout_s).check_memory(what)
         return self.lookup_of(self.submit_at(message, self.deadline_ns(timeout_s)))
 
     def prefetch(

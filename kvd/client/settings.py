@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvd.errors import ConfigError
 from kvd.wire import Limits, Trace
 
 # A lease or transfer is believed until this long before its expiry: what a copy's last
@@ -61,6 +62,15 @@ class Info(NamedTuple):
     lease_default_ns: int
     maps_memory: bool  # the arena is mapped here; otherwise bytes travel inline
     public_id: bytes | None  # this session's public id; None over tcp
+
+    def check_memory(self, what: str) -> None:
+        """ConfigError if no memory is mapped, which `what` gives slots of."""
+        if not self.maps_memory:
+            raise ConfigError(
+                f"{what} gives slots of shared memory, and this client maps none (over tcp, or "
+                "map_memory=False): use put, get, store_chunks or load_chunks, which carry the "
+                "bytes, or a client that maps the memory"
+            )
 
 
 class SharedLease(NamedTuple):

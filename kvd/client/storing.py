@@ -44,7 +44,8 @@ class Storing(ClientBase):
 
         `parent`: hash of the chunk before the first one (None: a root). `tokens`, `pos0`: for
         chunks that are not full or not at (index0 + i) * chunk_tokens. `ttl_s`: until unfinished
-        slots are taken back (None: as long as the daemon says).
+        slots are taken back (None: as long as the daemon says). ConfigError if this client maps
+        no memory.
         """
         keys = self._keys(spec, hashes, fingerprints, shards, kind, parent, index0, timeout_s)
         message = m.Reserve(
@@ -62,6 +63,7 @@ class Storing(ClientBase):
         )
         if not keys.keys:
             return Reservation.empty(self._channel, self.timeout_s)
+        self.info(timeout_s).check_memory("reserve")
         return self.reservation_of(self.submit_at(message, self.deadline_ns(timeout_s)))
 
     def store_chunks(

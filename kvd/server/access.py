@@ -2,7 +2,8 @@
 
 The law of this module: a namespace comes from what the kernel or CURVE says about the peer, or from
 a secret that only its members can read; never from a field that a client fills in. A token that is
-offered must hold: a wrong one is a refusal, not a fall-back to the uid.
+offered must hold: a wrong one is a refusal, not a fall-back to the uid. What would let one peer
+into two namespaces is refused before it holds: nobody could tell which one it gets.
 """
 
 from __future__ import annotations
@@ -79,10 +80,30 @@ class Access:
 
     def set_tenants(self, tenants: Iterable[Tenant]) -> None:
         """These are all tenants from now on. ConfigError, and they are not, for a token file that
-        can't be used."""
+        can't be used, and for a member of two namespaces."""
+        tenants = tuple(tenants)
+        self.check(tenants)
+        self._tenants = tenants
+
+    def check(self, tenants: Iterable[Tenant]) -> None:
+        """Whether these could be all tenants. ConfigError as for `set_tenants`."""
         tenants = tuple(tenants)
         self.read_tokens(tenants)
-        self._tenants = tenants
+        members = _Members()
+        for name, token in self._tokens:
+            members.add("token", token_digest(token), name)
+        rules: list[NamespaceRule | Tenant] = [*self._rules, *tenants]
+        for rule in rules:
+            for what, ids in (("uid", rule.uids), ("gid", rule.gids)):
+                for one in ids:
+                    members.add(what, str(one), rule.name)
+        for tenant in tenants:
+            for key in tenant.curve_keys:
+                members.add("CURVE key", key, tenant.name)
+            held = self._files.get(tenant.token_file or "")
+            files = () if held is None else (token_digest(held),)
+            for digest in (*files, *tenant.token_sha256):
+                members.add("token", digest, tenant.name)
 
     def grant(self, peer: Peer, token: bytes | None, wanted: str | None = None) -> Grant:
         """The namespace and role of a peer. `wanted`: `public`, for who may write there. AuthError
@@ -136,6 +157,24 @@ class Access:
         if not names:
             raise AuthError("the token belongs to no namespace; ask for a new one")
         return names[0]
+
+
+class _Members:
+    """Who belongs where. A secret is told apart by its digest, and not shown."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[str, str], str] = {}
+
+    def add(self, what: str, value: str, name: str) -> None:
+        """ConfigError if it belongs to another namespace."""
+        other = self._of.setdefault((what, value), name)
+        if other != name:
+            shown = "one token" if what == "token" else f"{what} {value}"
+            raise ConfigError(
+                f"{shown} belongs to two namespaces, {other!r} and {name!r}: nobody could tell "
+                "which one it lets in to; take it from one of them (tenants that were added "
+                "stand in tenancy.state_file)"
+            )
 
 
 def _read_token(path: str) -> bytes:

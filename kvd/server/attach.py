@@ -39,6 +39,8 @@ SO_PEERPIDFD = 77  # Linux 6.5
 HELLO_S = 5.0  # a connection that has not attached by then is dropped
 MAX_WAITING = 256  # connections that have not attached yet
 ACCEPTS_A_TURN = 64
+DESCRIPTORS = 4  # that a client takes
+SILENT_S = 0.1  # who means to attach says so at once
 GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
@@ -128,12 +130,22 @@ class AttachServer:
                 elif error.errno != errno.ECONNABORTED:
                     log.warning("accept on the attach socket failed: %s", error)
                 return
-            if sock.fileno() >= self._most:
+            if sock.fileno() >= self._most and not self._make_room():
                 log.error("clients took the descriptors up to number %d; refused one; see who "
                           "holds so many, or raise LimitNOFILE", self._most)  # fmt: skip
                 sock.close()
                 return
             self._begin(sock)
+
+    def _make_room(self) -> bool:
+        """Whether those that say nothing could make room for one that may have something to say."""
+        before = time.monotonic() - SILENT_S
+        oldest = list(self._waiting.values())[:DESCRIPTORS]
+        if len(oldest) < DESCRIPTORS or oldest[-1].since_s > before:
+            return False
+        for silent in oldest:
+            self.drop(silent)
+        return True
 
     def _refuse_one(self) -> None:
         """No descriptor left: take the next peer with the spare one and hang up, or the listener

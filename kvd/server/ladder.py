@@ -39,6 +39,7 @@ RECOVER_S = 0.2  # between looks at a tier that is away and has still to tell wh
 RECOVER_AGAIN_S = 5.0
 JOIN_S = 2.0
 GIVE_WAY_S = 0.0005  # at most, for a worker to begin what it was given
+LOOK_NS = 6 * NS  # after a failed write: longer than a backend waits for what was given up
 WATCH_S = 0.2  # how late a tier's change of health is noticed where no completion tells of it
 
 
@@ -84,6 +85,7 @@ class Ladder:
         self._kept: dict[int, t.Buffer] = {}  # by job: payloads on their way to another tier
         self._probes: dict[object, Callable[[t.Completion], None]] = {}
         self._owed: list[Owed] = []
+        self._look_at: dict[int, int] = {}  # tier -> when to see what became of a failed write
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -194,7 +196,7 @@ class Ladder:
         self._jobs[action.tier].append(self._job(action))
 
     def _job(self, action: Any) -> t.Job:
-        if isinstance(action, ac.TierWrite) and self._owed[action.tier]:
+        if isinstance(action, ac.TierWrite) and self._owed[action.tier].any:
             self._owed[action.tier].written(t.Key.of(action.header))
         if isinstance(action, ac.TierWrite) and action.kept:
             return t.Write(action, action.header, self._kept.pop(action.kept), action.deadline)
@@ -283,9 +285,17 @@ class Ladder:
             self.feed(self._event(token, done))
             self._kept.pop(token.job, None)  # not wanted any more
         else:
+            if isinstance(token, ac.TierWrite) and done.answer in UNPAID:
+                self._look_later(token.tier)
             if self.completed is not None:
                 self.completed(token, done)
             self.feed(self._event(token, done))
+
+    def _look_later(self, number: int) -> None:
+        """Media that are elsewhere may have carried out what they did not answer. Their backends
+        take it back when a probe, or the next write, says that they work."""
+        if self.tiers[number].by_key:
+            self._look_at.setdefault(number, time.monotonic_ns() + LOOK_NS)
 
     def _deleted(self, done: t.Completion) -> None:
         action = done.job.token
@@ -318,6 +328,9 @@ class Ladder:
                     )
                 self._told[number] = told
                 self.feed(ev.TierState(number, *told))
+            if tier.writable and self._look_at.get(number, t.NEVER) <= time.monotonic_ns():
+                del self._look_at[number]
+                self.probe(number, lambda done: None, LOOK_NS / NS)
             if tier.writable and self._owed[number]:
                 within = self.plans[number].config.write_ns
                 due = self._owed[number].due(time.monotonic_ns(), within)

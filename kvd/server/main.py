@@ -31,6 +31,7 @@ from kvd.server.sources import nearest_flag
 from kvd.server.standard import complain, hold_standard, say
 from kvd.server.tcp import read_clients, read_secret_key
 from kvd.server.tenancy import open_access, open_registry
+from kvd.server.tenants import curve_clients
 from kvd.server.tiers import check_plans, plan_tiers
 from kvd.wire.paths import attach_path, check_socket_path
 
@@ -135,13 +136,14 @@ def _check(config: Config) -> None:
     check_socket_path(config.socket)
     plan(config.arena_size, config.slab_size)
     check_arena_path(config)
-    open_access(config, open_registry(config))
+    registry = open_registry(config)
+    open_access(config, registry)
     check_plans(config, plan_tiers(config))
     policy_of(config)
     plan_export(config)
     if config.tcp_endpoint is not None:
         read_secret_key(config.tcp_secret_key_file or "")
-        read_clients(config.tcp_clients_file or "")
+        curve_clients(registry.tenants(), read_clients(config.tcp_clients_file or ""))
     if config.trace_record is not None:
         try:
             check_record(Path(config.trace_record))

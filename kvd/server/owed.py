@@ -33,11 +33,17 @@ class Owed:
         self._tries: dict[tuple[Key, Place], int] = {}  # in the order in which they came
         self.given_up = 0
         self._under_way = 0
+        self._anew: set[Key] = set()  # written again since those under way were handed over
         self._pause = PAUSE_NS
         self._not_before = 0
 
     def __len__(self) -> int:
         return len(self._tries)
+
+    @property
+    def any(self) -> bool:
+        """Whether some wait, or are under way."""
+        return bool(self._tries or self._under_way)
 
     def add(self, job: Delete, tries: int = 0) -> None:
         if len(self._tries) >= self._most:
@@ -54,6 +60,8 @@ class Owed:
         """It is written again: where a shard lies under its name, that is not to be deleted."""
         if self._by_key:
             self._tries.pop((key, NOWHERE), None)
+            if self._under_way:
+                self._anew.add(key)
 
     def due(self, now: int, within: int) -> list[Delete]:
         """Some of them, to be handed to the tier, which says that it works; no more before these
@@ -76,10 +84,14 @@ class Owed:
         tries = done.job.token[1] + (done.answer is not Answer.OFF)
         if done.answer not in UNPAID:
             self._pause = PAUSE_NS
+        elif done.job.key in self._anew:
+            pass  # what lies there now is not what was to be deleted
         elif tries < TRIES:
             self.add(done.job, tries)
         else:
             self.given_up += 1
+        if not self._under_way:
+            self._anew.clear()
         if not self._under_way and done.answer in UNPAID:
             self._not_before = now + self._pause
             self._pause = min(2 * self._pause, LONGEST_NS)

@@ -116,6 +116,17 @@ def boolean(value: object) -> bool:
     raise ValueError("give true or false")
 
 
+def group(value: object) -> str:
+    """A group's name, or its number: as a number or as text."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError("give the name or number of a group")
+    found = text(str(value)).strip()
+    if re.fullmatch(r"[+-]?[0-9]+", found, re.ASCII):
+        if not re.fullmatch(r"[0-9]{1,10}", found) or int(found) >= 2**32 - 1:
+            raise ValueError("a group's number is from 0 to 4294967294")
+    return found
+
+
 def text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("not a text")

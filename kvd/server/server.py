@@ -57,6 +57,7 @@ IDLE_MS = 1000
 HAND_OVER_MS = 1
 STOP_WORKERS_S = 5.0
 DOOR_S = 0.5
+HANDSHAKE_MS = 5000  # of who connects locally: until then it takes a descriptor, and says nothing
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -258,6 +259,7 @@ class Server:
 
     def _listen(self, limits: Limits) -> None:
         self.router = new_router(self.context, _max_frame(limits))
+        self.router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self._undo.callback(self.router.close)
         self._bind_local()
         self.door = Door("daemon.socket", self.router, mark(LOCAL_SHARE), self._bind_local)

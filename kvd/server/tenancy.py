@@ -82,9 +82,11 @@ class Tenancy:
         self._let_in()
 
     def _check(self, tenants: list[Tenant]) -> None:
-        """Before these are kept: a token file that can't be read would stop the next start."""
+        """Before these are kept: a token file that can't be read, or a member of two namespaces,
+        would stop the next start."""
         try:
-            self._access.read_tokens(tenants)
+            self._access.check(tenants)
+            curve_clients(tenants, None if self._tcp is None else self._tcp.clients)
         except ConfigError as error:
             raise BadKey(str(error)) from None
 
@@ -92,7 +94,7 @@ class Tenancy:
         tenants = self._registry.tenants()
         self._access.set_tenants(tenants)
         if self._tcp is not None:
-            self._tcp.added = curve_clients(tenants)
+            self._tcp.added = curve_clients(tenants, self._tcp.clients)
 
     def _changed(self, name: str, tenant: Tenant | None) -> None:
         self._let_in()

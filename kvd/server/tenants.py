@@ -18,6 +18,8 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from zmq.utils import z85
+
 from kvd.errors import BadKey, ConfigError, InternalError
 from kvd.server.files import open_file
 from kvd.server.tenantrules import Tenant, check_keys, parse_tenant, raw_key, shown_tenant
@@ -243,6 +245,17 @@ def _new_token() -> tuple[str, str]:
     return token.decode(), token_digest(token)
 
 
-def curve_clients(tenants: Iterable[Tenant]) -> dict[bytes, str]:
-    """Public key (raw) -> namespace."""
-    return {raw_key(key): tenant.name for tenant in tenants for key in tenant.curve_keys}
+def curve_clients(
+    tenants: Iterable[Tenant], listed: Mapping[bytes, str] | None = None
+) -> dict[bytes, str]:
+    """Public key (raw) -> namespace. ConfigError if one is another's in tcp.clients_file, of which
+    `listed` are the lines."""
+    found = {raw_key(key): tenant.name for tenant in tenants for key in tenant.curve_keys}
+    for raw, name in found.items():
+        other = (listed or {}).get(raw, name)
+        if other != name:
+            raise ConfigError(
+                f"CURVE key {z85.encode(raw).decode()} belongs to two namespaces, {other!r} in "
+                f"tcp.clients_file and {name!r}: take it from one of them"
+            )
+    return found

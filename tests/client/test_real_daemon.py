@@ -21,6 +21,7 @@ from fake_daemon import in_child, keys, make_spec
 from kvd.chunk import Outcome
 from kvd.client import Client, Selector
 from kvd.errors import (
+    ConfigError,
     LeaseLost,
     LimitExceeded,
     StaleEpoch,
@@ -163,6 +164,29 @@ def test_who_names_no_life_of_a_lease_or_write_gets_the_daemons() -> None:
         assert client.load_chunks(spec, keys(3), [bytearray(SIZE)] * 3) == [OK] * 3
         with Client(daemon.socket, map_memory=False) as inline:
             assert inline.get(spec, keys(1)[0]) == bytes(SIZE)
+
+
+def test_what_gives_slots_says_so_to_a_client_that_maps_no_memory(
+    daemon: DaemonProcess, client: Client
+) -> None:
+    """Named before the daemon is asked, so nothing is granted or leased for it."""
+    stored(client, 2)
+    spec = make_spec(nbytes=SIZE)
+    with Client(daemon.socket, map_memory=False) as inline:
+        for call, what in (
+            (lambda: inline.reserve(spec, keys(1, 7)), "reserve"),
+            (lambda: inline.lookup(spec, keys(2), load=True), "lookup with load"),
+            (lambda: inline.lookup(spec, keys(3), reserve_misses=True), "reserve_misses"),
+        ):
+            with pytest.raises(ConfigError, match=f"{what} .*map_memory=False.*load_chunks"):
+                call()
+        with inline.lookup(spec, keys(2)) as found:
+            assert found.leading == 2 and found.lease is not None
+            with pytest.raises(ConfigError, match="load gives slots"):
+                found.lease.load()
+        assert inline.load_chunks(spec, keys(2), [bytearray(SIZE)] * 2) == [OK] * 2
+    eventually(lambda: not client.stat()["counters"]["active_leases"])
+    assert client.stat()["counters"]["active_writes"] == 0
 
 
 def test_a_payload_over_the_limit_is_refused_at_once_and_nobody_loses_the_connection(

@@ -162,13 +162,39 @@ def test_what_was_evicted_while_the_server_was_away_is_deleted_when_it_is_back(
         until(lambda: tier(client, "redis")["pending"] == 0)
         there = tier(client, "redis")
         assert there["stored"] == there["chunks"]
-        assert there["used_bytes"] == there["chunks"] * (SIZE + 512)
+        until(lambda: tier(client, "redis")["used_bytes"] == there["chunks"] * (SIZE + 512))
         process.kill()
         process.start()
         handle = client.register(spec())
         until(lambda: tier(client, "redis")["chunks"] >= 4)
         assert load(client, handle, chain("again", 4)) == [OK] * 4
         assert OK not in load(client, handle, chain("gone", 8))
+
+
+def test_what_was_written_too_late_goes_without_being_asked_for(own: Redis) -> None:
+    """The server stood still, and carried it out later: nobody knows of it, or writes anything."""
+    import redis
+
+    flags = on(own, redis_write="through", redis_read_s=0.5, redis_write_s=0.5, tiers_retry_s=1)
+    with (
+        daemon(*flags) as process,
+        Client(process.socket) as client,
+        redis.Redis.from_url(own.url) as there,
+    ):
+        handle = client.register(spec(16384))
+        server = own._process.process
+        server.send_signal(signal.SIGSTOP)
+        try:
+            store(client, handle, chain("late", 2), 16384)  # small: the kernel takes all of it
+            until(lambda: counters(client)["demotions"]["failed"])
+            until(lambda: not counters(client)["moving"])
+            client.evict(Selector(everything=True))
+        finally:
+            server.send_signal(signal.SIGCONT)
+        until(lambda: list(there.scan_iter("*:c1:*")))
+        until(lambda: not list(there.scan_iter("*:c1:*")))
+        until(lambda: tier(client, "redis")["used_bytes"] == 0)
+        assert notes(client)["taken_back"] > 0
 
 
 def test_a_start_is_refused_with_the_reason(tmp_path: Path) -> None:

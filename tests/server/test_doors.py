@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import socket
 import subprocess
 import sys
 import time
@@ -76,6 +77,38 @@ def test_a_flood_of_local_connections_ends_and_the_daemon_does_not() -> None:
             assert fresh.get(kv, key(1)) == bytes(4096)
         assert "Traceback" not in daemon.log
         assert daemon.stop() == 0
+
+
+def silent(path: str, kind: socket.SocketKind, count: int) -> list[socket.socket]:
+    """Connections that say nothing."""
+    held: list[socket.socket] = []
+    while len(held) < count:
+        one = socket.socket(socket.AF_UNIX, kind)
+        one.settimeout(1)
+        try:
+            one.connect(path)
+        except BlockingIOError:  # the backlog is full: the daemon takes them in its next turns
+            one.close()
+            time.sleep(0.01)
+        else:
+            held.append(one)
+    return held
+
+
+@pytest.mark.parametrize(("attach", "zmq_", "within_s"), [(150, 200, 1.0), (0, 400, 8.0)])
+def test_who_says_nothing_keeps_nobody_out(attach: int, zmq_: int, within_s: float) -> None:
+    """Too few to shut a door, and enough that no client fits beside them."""
+    with Few(arena_size="16MiB") as daemon:
+        them = silent(daemon.socket, socket.SOCK_STREAM, zmq_)
+        them += silent(f"{daemon.socket}.a", socket.SOCK_SEQPACKET, attach)
+        time.sleep(0.3)
+        try:
+            for _ in range(3):
+                with Client(daemon.socket, timeout_s=within_s) as client:
+                    assert client.info().admin
+        finally:
+            for one in them:
+                one.close()
 
 
 @pytest.fixture

@@ -74,6 +74,22 @@ def test_what_is_written_anew_under_its_name_stays(by_key: bool, left: int) -> N
     assert len(owed) == left
 
 
+def test_what_is_written_anew_while_its_deletion_fails_stays() -> None:
+    owed = Owed(by_key=True)
+    for n in range(2):
+        owed.add(delete(n))
+    jobs = owed.due(0, 1)
+    assert len(owed) == 0 and owed.any
+    owed.written(delete(0).key)
+    answer(owed, jobs, Answer.TIMEOUT)
+    assert owed.notes() == {"deletes_owed": 1}
+    jobs = owed.due(LONGEST_NS, 1)
+    assert [job.key for job in jobs] == [delete(1).key]
+    owed.add(delete(0))
+    answer(owed, jobs, Answer.OK)
+    assert len(owed) == 1, "it may be deleted anew, too"
+
+
 def test_beyond_the_bound_the_oldest_are_given_up() -> None:
     owed = Owed(by_key=True, most=3)
     for n in range(5):

@@ -16,7 +16,7 @@ from tiers_kit import CONFIG, SECOND, Chunk, Rig, chunks, in_
 
 from kvd.chunk import HeaderFlag, payload_digest
 from kvd.tiers.backend import Backend
-from kvd.tiers.base import NOWHERE, Answer, Place, Probe, State
+from kvd.tiers.base import NOWHERE, Answer, Place, Probe, Reason, State
 from kvd.tiers.faults import Fault
 from kvd.tiers.memory import MemoryBackend
 
@@ -248,6 +248,26 @@ class Conformance:
                 assert bytes(job.into) == bytes(chunk.memory)
         rig.until(lambda: rig.tier.state is State.READY)
         assert rig.one(many[3].read(places[3])).answer is Answer.OK
+
+    @pytest.mark.parametrize(
+        ("op", "fault"),
+        [
+            ("put", Fault.HTTP_404), ("get", Fault.ENOSPC),
+            ("delete", Fault.HTTP_404), ("delete", Fault.ENOSPC),
+        ],
+    )  # fmt: skip
+    def test_a_job_ends_as_the_contract_says_whatever_the_medium_says(
+        self, rig: Rig, op: str, fault: Fault
+    ) -> None:
+        """A server may answer a write that nothing is there, and a read that it is full: who handed
+        the job over knows no such end of it."""
+        chunk = Chunk(1)
+        place = NOWHERE if op == "put" else rig.one(chunk.write()).place
+        jobs = {"put": chunk.write(), "get": chunk.read(place), "delete": chunk.delete(place)}
+        rig.faults.add(op, fault, times=1)
+        done = rig.one(jobs[op])
+        assert done.answer is Answer.FAILED and done.reason is not Reason.NONE and done.detail
+        assert rig.one(jobs[op]).answer is Answer.OK
 
     def test_a_write_that_fails_late_leaves_nothing(self, rig: Rig) -> None:
         rig.faults.add("put", Fault.LATE_ERROR, times=1)

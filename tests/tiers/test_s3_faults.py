@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_s3 import FakeS3, Request, Response, error
+from fake_s3 import FakeS3, Request, Response, element, error
 from tiers_kit import CONFIG, Chunk, Rig, chunks, in_
 
 from kvd.errors import ConfigError
-from kvd.tiers.base import Answer, Key, Reason, State
+from kvd.tiers.backend import Refused
+from kvd.tiers.base import Answer, Key, Probe, Reason, State
 from kvd.tiers.s3 import S3Backend, S3Config
+from kvd.tiers.s3.mine import Mine
 from kvd.tiers.s3.objects import Body, name_of, owner_of
 from kvd.tools.services import free_ports
 
@@ -186,6 +188,35 @@ def test_a_put_whose_answer_was_lost_is_still_ours(fake: FakeS3, it: Rig) -> Non
     done = it.one(Chunk(1).write())
     assert done.answer is Answer.OK and it.tier.usage().chunks == 1
     assert it.one(Chunk(1).delete()).answer is Answer.OK and not fake.objects
+
+
+def test_a_large_put_whose_answer_was_lost_is_still_ours(fake: FakeS3, it: Rig) -> None:
+    """Its parts are an object, the answer was not heard, and then there is no such upload."""
+    chunk = Chunk(1, 17 * MIB)
+
+    def lost(request: Request) -> str | None:
+        ends = request.method == "POST" and "uploadId" in request.query
+        return "reset" if ends and request.query["uploadId"][0] in fake.uploads else None
+
+    fake.hook = lost
+    assert it.one(chunk.write()).answer is Answer.OK
+    fake.hook = lambda request: None
+    usage = it.tier.usage()
+    assert (usage.chunks, usage.used_bytes) == (1, 17 * MIB + 512)
+    assert it.one(chunk.read()).answer is Answer.OK
+    assert it.one(chunk.delete()).answer is Answer.OK and not fake.objects
+
+
+def test_an_upload_that_somebody_ended_is_a_failed_write(fake: FakeS3, it: Rig) -> None:
+    def ended(request: Request) -> None:
+        if request.method == "POST" and "uploadId" in request.query:
+            fake.uploads.clear()
+
+    fake.hook = ended  # type: ignore[assignment]
+    assert it.one(Chunk(1, 17 * MIB).write()).answer is Answer.FAILED
+    assert not fake.objects and it.tier.usage().used_bytes == 0
+    fake.hook = lambda request: None
+    assert it.one(Chunk(1, 17 * MIB).write()).answer is Answer.OK
 
 
 def test_sixteen_writers_of_one_key_leave_one_whole_object(fake: FakeS3) -> None:
@@ -366,6 +397,170 @@ def test_connections_are_kept_and_not_more_than_work_side_by_side(fake: FakeS3) 
     it.close()
 
 
+# -- what is not known -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may have been written is looked for without a pause."""
+    monkeypatch.setattr("kvd.tiers.s3.backend.SETTLED_NS", 0)
+
+
+@pytest.mark.parametrize("length", [10_000, 17 * MIB])
+@pytest.mark.parametrize("by", ["write", "probe"])
+def test_what_was_written_and_not_answered_counts_and_is_taken_back(
+    fake: FakeS3, it: Rig, at_once: None, length: int, by: str
+) -> None:
+    """Nobody knows that it is there: else it would stay, beside the limit, and be found by the next
+    start although it was evicted here."""
+    chunk = Chunk(1, length)
+
+    def lost(request: Request) -> object:
+        if "range" in request.headers:  # what lies there, as it is asked after a 412 or 404
+            return error(503, "SlowDown")
+        makes = "uploadId" in request.query if request.method == "POST" else length < MIB
+        return "reset" if makes and request.method in ("PUT", "POST") and request.key else None
+
+    fake.hook = lost  # type: ignore[assignment]
+    assert it.one(chunk.write(), 60).answer is Answer.FAILED
+    usage = it.tier.usage()
+    assert the_object(fake) and (usage.chunks, usage.used_bytes) == (0, length + 512)
+    fake.hook = lambda request: None
+    if by == "probe":
+        assert it.one(Probe(None)).answer is Answer.OK
+    else:
+        assert it.one(Chunk(2).write()).answer is Answer.OK
+        assert it.one(Chunk(2).delete()).answer is Answer.OK
+    usage = it.tier.usage()
+    assert not fake.objects and (usage.chunks, usage.used_bytes) == (0, 0)
+    assert it.tier.stat().notes["taken_back"] == 1
+    assert it.one(chunk.write()).answer is Answer.OK
+
+
+def test_what_was_written_and_not_answered_is_ours_once_it_is_written_again(
+    fake: FakeS3, it: Rig, at_once: None
+) -> None:
+    chunk = Chunk(1)
+    fake.hook = on("PUT", "reset")
+    it.one(chunk.write())
+    fake.hook = lambda request: None
+    assert it.one(chunk.write()).answer is Answer.OK
+    assert it.one(Probe(None)).answer is Answer.OK
+    usage = it.tier.usage()
+    assert (usage.chunks, usage.used_bytes) == (1, 10_512)
+    assert it.one(chunk.read()).answer is Answer.OK
+
+
+def test_another_installations_object_is_not_taken_back(
+    fake: FakeS3, it: Rig, at_once: None
+) -> None:
+    other, chunk = rig(fake, installation="two"), Chunk(1)
+    other.one(chunk.write())
+    other.close()
+    fake.hook = on("PUT", "reset")
+    assert it.one(chunk.write()).answer is Answer.FAILED
+    fake.hook = lambda request: None
+    assert it.one(Probe(None)).answer is Answer.OK
+    assert the_object(fake) and it.tier.usage().used_bytes == 0
+
+
+def test_what_is_looked_for_can_not_be_written_and_is_told_once() -> None:
+    mine = Mine(1000)
+    assert mine.begin("a", 400)
+    mine.unsure("a", 400)
+    assert mine.look_for(10**12) is None and mine.look_for(0) == "a" and mine.look_for(0) is None
+    with pytest.raises(Refused, match="taken back"):
+        mine.begin("a", 400)
+    mine.looked("a", gone=False)
+    assert mine.usage().used_bytes == 400 and mine.begin("b", 600)
+    with mine.listing():
+        assert mine.look_for(0) == "a"
+        assert not mine.listed("a", 400, 0.0, ours=True)
+        mine.looked("a", gone=True)
+        assert not mine.listed("a", 400, 0.0, ours=True), "of a page that was read before"
+    assert mine.usage().used_bytes == 600
+
+
+@pytest.mark.parametrize("ended", ["written", "failed", "unsure"])
+def test_what_a_recovery_finds_while_it_is_written_counts_once(ended: str) -> None:
+    mine = Mine(1000)
+    with mine.listing():
+        assert mine.begin("a", 400) and mine.listed("a", 400, 0.0, ours=True)
+        if ended == "unsure":
+            mine.unsure("a", 400)
+        else:
+            mine.end("a", 400, written=ended == "written")
+    assert mine.usage().used_bytes == 400 and mine.look_for(0) is None
+    mine.forget(["a"])
+    assert mine.usage().used_bytes == 0
+
+
+def test_an_upload_that_could_not_be_given_back_is_when_the_server_works(
+    fake: FakeS3, it: Rig
+) -> None:
+    def down(request: Request) -> object:
+        ends = request.query.get("partNumber") == ["2"] or request.method == "DELETE"
+        return error(500, "InternalError") if ends else None
+
+    fake.hook = down  # type: ignore[assignment]
+    assert it.one(Chunk(1, 17 * MIB).write(), 60).answer is Answer.FAILED
+    assert len(fake.uploads) == 1 and it.tier.stat().notes["lost_uploads"] == 1
+    fake.hook = lambda request: None
+    assert it.one(Chunk(2).write()).answer is Answer.OK
+    assert not fake.uploads and it.tier.stat().notes["aborted_uploads"] == 1
+
+
+def test_an_old_upload_that_is_gone_meanwhile_does_not_keep_the_others(
+    fake: FakeS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = "".join(
+        f"<Upload><Key>kvd/c1/{n}</Key><UploadId>{n}</UploadId>"
+        "<Initiated>2020-01-01T00:00:00.000Z</Initiated></Upload>"
+        for n in range(3)
+    )
+    ended: list[str] = []
+
+    def hook(request: Request) -> Response | None:
+        if request.method == "DELETE" and "uploadId" in request.query:
+            ended.append(request.query["uploadId"][0])
+            return error(404, "NoSuchUpload") if ended[-1] == "0" else Response(204)
+        asks = not request.key and "uploads" in request.query
+        return element("ListMultipartUploadsResult", listed) if asks else None
+
+    fake.hook = hook
+    it = rig(fake)
+    assert ended == ["0", "1", "2"] and it.tier.stat().notes["aborted_uploads"] == 2
+    it.one(Chunk(1).write())
+    assert len(ended) == 3, "not with each write"
+    it.close()
+    monkeypatch.setattr("kvd.tiers.s3.uploads.STALE_EVERY_NS", 0)
+    it = rig(fake)
+    it.one(Chunk(2).write())
+    assert len(ended) == 9, "and not at a start only"
+    it.close()
+
+
+@pytest.mark.parametrize("body", [b"", b"garbage", b"<a/>"])
+@pytest.mark.parametrize("of", ["uploads", "partNumber", "uploadId"])
+def test_an_answer_that_says_nothing_is_tried_again(
+    fake: FakeS3, it: Rig, of: str, body: bytes
+) -> None:
+    """A 200 of something in between: no upload has begun, no part has come, no object is there."""
+    left = [2]
+
+    def hook(request: Request) -> Response | None:
+        method = "PUT" if of == "partNumber" else "POST"
+        if not (left[0] and request.key and of in request.query and request.method == method):
+            return None
+        left[0] -= 1
+        return Response(200, body)
+
+    fake.hook = hook
+    chunk = Chunk(1, 17 * MIB)
+    assert it.one(chunk.write()).answer is Answer.OK
+    assert left == [0] and it.one(chunk.read()).answer is Answer.OK
+
+
 # -- objects ------------------------------------------------------------------------------------
 
 
@@ -427,6 +622,43 @@ def test_a_time_to_live_ends_objects(fake: FakeS3) -> None:
     assert it.one(Chunk(1).read()).answer is Answer.MISS
     assert it.one(Chunk(9).write()).answer is Answer.OK
     assert len(fake.objects) == 1 and it.tier.usage().chunks == 1
+    it.close()
+
+
+def test_a_young_object_does_not_keep_old_ones_after_a_restart(fake: FakeS3) -> None:
+    """Pages come by name, and records as they are read: in no order of age."""
+    it = rig(fake, ttl_s=600)
+    it.do([c.write() for c in chunks(20)])
+    it.close()
+    for name in list(fake.objects)[::2]:
+        fake.modified[name] -= 700
+    it = rig(fake, ttl_s=600)
+    assert len(it.recovered()) == 10 and it.tier.usage().chunks == 20
+    refuse = on("POST", error(503, "SlowDown"))
+    fake.hook = lambda r: error(503, "SlowDown") if "delete" in r.query else refuse(r)
+    assert it.one(Chunk(30).write()).answer is Answer.OK
+    assert len(fake.objects) == 21, "they could not be deleted"
+    fake.hook = lambda request: None
+    assert it.one(Chunk(31).write()).answer is Answer.OK
+    assert len(fake.objects) == 12 and it.tier.usage().chunks == 12
+    assert it.tier.stat().notes["expired"] == 10
+    it.close()
+
+
+@pytest.mark.parametrize("whose", ["one", "two"])
+def test_what_is_too_old_to_be_read_is_no_chunk_that_is_there(fake: FakeS3, whose: str) -> None:
+    """A write that is told that it is there would be a miss until its owner comes, or for ever."""
+    it = rig(fake, installation=whose)
+    chunk = Chunk(1)
+    it.one(chunk.write())
+    it.close()
+    fake.modified[the_object(fake)] -= 700
+    it = rig(fake, ttl_s=600)
+    assert it.one(chunk.read()).answer is Answer.MISS
+    assert it.one(chunk.write()).answer is Answer.OK
+    assert it.one(chunk.read()).answer is Answer.OK
+    usage = it.tier.usage()
+    assert (usage.chunks, usage.used_bytes) == (1, 10_512)
     it.close()
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conformance import Conformance, Medium
@@ -16,7 +19,7 @@ from tiers_kit import CONFIG, Chunk, Rig, chunks
 
 from kvd.errors import ConfigError
 from kvd.tiers.backend import Backend
-from kvd.tiers.base import Answer, State
+from kvd.tiers.base import Answer, Probe, State
 from kvd.tiers.redis import Directory, Entry, RedisBackend, RedisConfig
 
 MIB = 1 << 20
@@ -99,6 +102,67 @@ def test_a_server_that_goes_away_is_degraded_and_heals_without_wrong_hits(own: R
     it.until(lambda: it.tier.state is State.READY)
     assert it.one(chunk.read()).answer is Answer.MISS
     assert it.one(chunk.write()).answer is Answer.OK
+    it.close()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_was_set_and_not_answered_counts_and_is_taken_back(
+    own: Redis, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """A server that stands still carries it out later: nobody knows that it is there, and the next
+    start would show it, although it was evicted here."""
+    import redis
+
+    monkeypatch.setattr("kvd.tiers.redis.backend.SETTLED_NS", 0)
+    it = rig(RedisConfig(own.url, "one", 8 * MIB, timeout_s=0.5))
+    client = redis.Redis.from_url(own.url)
+    chunk = Chunk(1)
+    os.kill(own._process.process.pid, signal.SIGSTOP)
+    try:
+        assert it.one(chunk.write()).answer is Answer.FAILED
+    finally:
+        os.kill(own._process.process.pid, signal.SIGCONT)
+    usage = it.tier.usage()
+    assert (usage.chunks, usage.used_bytes) == (0, 10_512)
+    it.until(lambda: list(client.scan_iter("kvd:c1:*")))
+    if again:
+        assert it.one(chunk.write()).answer is Answer.OK
+    assert it.one(Probe(None)).answer is Answer.OK
+    usage, left = it.tier.usage(), 1 if again else 0
+    assert (usage.chunks, usage.used_bytes) == (left, left * 10_512)
+    assert len(list(client.scan_iter("kvd:c1:*"))) == left
+    assert it.tier.stat().notes["taken_back"] == 1 - left
+    client.close()
+    it.close()
+
+
+def test_what_a_recovery_finds_while_it_is_written_counts_once(config: RedisConfig) -> None:
+    class Found(RedisBackend):
+        def _set_absent(self, *args: Any) -> bool:
+            written = super()._set_absent(*args)
+            assert sum(len(batch.records) for batch in self.recover()) == 1
+            return written
+
+    it = Rig(Found(config), "redis", CONFIG).start()
+    assert it.one(Chunk(1).write()).answer is Answer.OK
+    assert (it.tier.usage().chunks, it.tier.usage().used_bytes) == (1, 10_512)
+    assert it.one(Chunk(1).delete()).answer is Answer.OK and it.tier.usage().used_bytes == 0
+    it.close()
+
+
+def test_what_expires_or_is_evicted_leaves_nothing_behind(config: RedisConfig) -> None:
+    """Redis has its chunks and nothing else of ours: not what is said of them either, which would
+    grow for ever beside chunks that come and go."""
+    import redis
+
+    client = redis.Redis.from_url(config.url)
+    client.hset(f"{config.prefix}:m1:{RedisBackend(config)._owner.hex()}", "of an older kvd", 1)
+    it = rig(config._replace(ttl_s=0.2))
+    assert {d.answer for d in it.do([c.write() for c in chunks(20)])} == {Answer.OK}
+    time.sleep(0.3)
+    left = [name for name in client.scan_iter(f"{config.prefix}:*") if b":probe:" not in name]
+    assert left == []
+    client.close()
     it.close()
 
 

@@ -1,13 +1,16 @@
 """RedisBackend: a chunk is one string, its record and then its payload.
 
-The law of this module: written only if absent, deleted only if it is ours, and counted by this
-installation's own hash of names and sizes, which lives beside the chunks: so a flush that takes
-them takes the accounts along. Reads are verified like every other tier's.
+The law of this module: written only if absent, deleted only if it is ours, and counted from before
+it is written until it is known not to lie there: what was sent and not answered counts, and is
+deleted when the server works again, for nobody knows that it is there. Nothing is kept beside the
+chunks, so that what a flush, an expiry or an eviction takes leaves nothing behind. Reads are
+verified like every other tier's.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,21 +26,24 @@ from kvd.tiers.base import NOWHERE, Answer, Key, Place, ProbeReport, Reason, Rec
 from kvd.tiers.redis.config import RedisConfig, ask, connect, shown
 from kvd.tiers.tally import Tally
 
+log = logging.getLogger(__name__)
+
 # Delete a string only if its record's session (16 bytes at 216) is the owner's, and, when one is
 # given, only that very record: a check and an act that nobody comes between.
 _DELETE = """
 local raw = redis.call('GETRANGE', KEYS[1], 0, 511)
 if #raw < 512 then
   if #raw > 0 and ARGV[2] ~= '' and raw == ARGV[2] then redis.call('UNLINK', KEYS[1]) end
-  redis.call('HDEL', KEYS[2], KEYS[1]) return 0
+  return 0
 end
 if string.sub(raw, 217, 232) ~= ARGV[1] and ARGV[2] == '' then return 0 end
 if ARGV[2] ~= '' and raw ~= ARGV[2] then return 0 end
 redis.call('UNLINK', KEYS[1])
-redis.call('HDEL', KEYS[2], KEYS[1])
 return 1
 """
 _SCAN = 500
+_UNTOLD = {Reason.SLOW, Reason.UNREACHABLE, Reason.OTHER}  # it may have been carried out
+SETTLED_NS = 1_000_000_000  # a request that was given up may still be carried out for so long
 
 
 class RedisBackend(Backend):
@@ -53,14 +59,16 @@ class RedisBackend(Backend):
         self._owner = hashlib.sha256(b"kvd-installation-1" + config.installation.encode()).digest()[
             :16
         ]
-        self._mine_key = f"{config.prefix}:m1:{self._owner.hex()}"
+        self._old_accounts = f"{config.prefix}:m1:{self._owner.hex()}"  # of earlier versions
         self._client: Any = None
         self._delete_script: Any = None
         self._lock = threading.Lock()
         self._mine: dict[bytes, int] = {}
+        self._unsure: dict[bytes, tuple[int, int]] = {}  # name -> bytes, since when
+        self._looked_at: set[bytes] = set()  # of those, the ones that are being deleted
         self._used = 0
         self._notes = Tally()
-        for name in ("bad_records", "vanished"):
+        for name in ("bad_records", "vanished", "taken_back"):
             self._notes.add(name, 0)
 
     @property
@@ -81,7 +89,9 @@ class RedisBackend(Backend):
             self._client = connect(self._config)
             self._delete_script = self._client.register_script(_DELETE)
         try:
-            return self.probe(0, write=True)
+            report = self.probe(0, write=True)
+            ask("UNLINK", lambda: self._client.unlink(self._old_accounts))
+            return report
         except Refused as refused:
             if refused.permanent:
                 self.close()
@@ -107,6 +117,7 @@ class RedisBackend(Backend):
             else:
                 if ask("GET", lambda: client.get(name)) != value:
                     raise failed(Reason.IO, "what was set is not what was got")
+            self._tidy()
         took = (time.perf_counter() - began) * 1000
         return ProbeReport("redis", f"{shown(self._config.url)}, probed in {took:.1f} ms")
 
@@ -115,22 +126,55 @@ class RedisBackend(Backend):
     def put(self, key: Key, header: ChunkHeader, source: memoryview, deadline: int) -> Stored:
         name, nbytes = self._name(key), self.cost(len(source))
         with self._lock:
+            if name in self._looked_at:
+                raise failed(Reason.CONFLICT, "an earlier write of it is being taken back")
+            self._used -= self._unsure.pop(name, (0, 0))[0]
             known = self._mine.get(name)
             if known is None and self._used + nbytes > self._config.limit_bytes:
                 raise Refused(Answer.NO_SPACE, Reason.NONE, "the tier's limit is reached")
             if known is None:
                 self._used += nbytes
         record = header._replace(session=self._owner, generation=1, epoch=0).pack()
-        written = False
+        written = unsure = False
         try:
             written = self._set_absent(name, key, header, record, source)
+        except Refused as refused:
+            unsure = known is None and refused.reason in _UNTOLD
+            raise
         finally:
             with self._lock:
-                if written:
+                if known is None and name in self._mine:  # a recovery has found, and counted, it
+                    self._used -= nbytes
+                elif written:
                     self._mine[name] = nbytes
+                elif unsure:
+                    self._unsure[name] = (nbytes, time.monotonic_ns())
                 elif known is None:
                     self._used -= nbytes
+        self._tidy()
         return Stored(NOWHERE, existed=not written)
+
+    def _tidy(self) -> None:
+        """The server works: delete what may have been written while it did not. What lies there and
+        is ours is no chunk that anybody knows of."""
+        with self._lock:
+            before = time.monotonic_ns() - SETTLED_NS
+            due = [name for name, (_, since) in self._unsure.items() if since <= before]
+            due = due[: self.delete_batch]
+            self._looked_at.update(due)
+        if not due:
+            return
+        done: list[int] = []
+        try:
+            done = self._delete_names(due)
+        except Refused as refused:
+            log.info("tier redis: what became of a write is not known yet: %s", refused.detail)
+        finally:
+            with self._lock:
+                self._looked_at.difference_update(due)
+                for name in due if done else ():
+                    self._used -= self._unsure.pop(name, (0, 0))[0]
+        self._notes.add("taken_back", sum(done))
 
     def _set_absent(
         self, name: bytes, key: Key, header: ChunkHeader, record: bytes, source: memoryview
@@ -150,8 +194,6 @@ class RedisBackend(Backend):
                 raise failed(Reason.CONFLICT, "a chunk of other tokens lies there")
             if there.session != self._owner:
                 return False
-        # Counted after it is there: a crash between leaves a chunk that recovery counts again.
-        ask("HSET", lambda: client.hset(self._mine_key, name, len(value)))
         return True
 
     def get(self, key: Key, place: Place, into: memoryview, deadline: int) -> Found:
@@ -182,17 +224,7 @@ class RedisBackend(Backend):
 
     def delete(self, items: Sequence[tuple[Key, Place]], deadline: int) -> list[Answer]:
         names = [self._name(key) for key, _ in items]
-
-        def run() -> list[int]:
-            with self._client.pipeline(transaction=False) as pipe:
-                for name in names:
-                    self._delete_script(
-                        keys=[name, self._mine_key], args=[self._owner, b""], client=pipe
-                    )
-                done: list[int] = pipe.execute()
-                return done
-
-        done = ask("DELETE", run)
+        done = self._delete_names(names)
         answers = []
         for name, there in zip(names, done, strict=True):
             with self._lock:
@@ -202,6 +234,18 @@ class RedisBackend(Backend):
             answers.append(Answer.OK if there else Answer.MISS)
         return answers
 
+    def _delete_names(self, names: list[bytes]) -> list[int]:
+        """1 for each that lay there and was ours."""
+
+        def run() -> list[int]:
+            with self._client.pipeline(transaction=False) as pipe:
+                for name in names:
+                    self._delete_script(keys=[name], args=[self._owner, b""], client=pipe)
+                done: list[int] = pipe.execute()
+                return done
+
+        return ask("DELETE", run)
+
     def quarantine(self, key: Key, place: Place, version: object) -> None:
         """What does not hold helps nobody: it goes, whoever wrote it, if it is still that one."""
         name = self._name(key)
@@ -209,7 +253,7 @@ class RedisBackend(Backend):
         try:
             ask(
                 "DELETE",
-                lambda: self._delete_script(keys=[name, self._mine_key], args=[self._owner, raw]),
+                lambda: self._delete_script(keys=[name], args=[self._owner, raw]),
             )
         except Refused:
             return  # it is found again, and verified again
@@ -268,6 +312,9 @@ class RedisBackend(Backend):
             return None
         if header.session == self._owner:
             with self._lock:
+                if name in self._looked_at:
+                    return None
+                self._used -= self._unsure.pop(name, (0, 0))[0]
                 if name not in self._mine:
                     self._mine[name] = size
                     self._used += size

@@ -34,9 +34,9 @@ from kvd.tiers.base import (
     Usage,
 )
 from kvd.tiers.s3.bucket import START_NS, Bucket
-from kvd.tiers.s3.calls import NotThere, PreconditionFailed
+from kvd.tiers.s3.calls import NotThere, PreconditionFailed, Unsure
 from kvd.tiers.s3.config import S3Config, check, make_client
-from kvd.tiers.s3.downloads import Broken, Downloads
+from kvd.tiers.s3.downloads import Broken, Downloads, There
 from kvd.tiers.s3.mine import Mine
 from kvd.tiers.s3.objects import name_of, owner_of
 from kvd.tiers.s3.uploads import Uploads
@@ -48,6 +48,8 @@ MOST_BAD = 4096
 PAGE = 1000
 TOLD = 256  # records in a batch of a recovery
 EXPIRED = 100  # deleted at a time
+TIDIED = 4  # looked for at a time
+SETTLED_NS = 5_000_000_000  # a request that was given up may still be carried out for so long
 _AWAY = {
     Reason.CREDENTIALS,
     Reason.NOT_FOUND,
@@ -69,7 +71,7 @@ class S3Backend(Backend):
         self._bucket = Bucket(config)
         self._uploads = Uploads(self._bucket)
         self._downloads = Downloads(self._bucket, self._refuse_known)
-        self._mine = Mine(config.limit_bytes)
+        self._mine = Mine(config.limit_bytes, aged=bool(config.ttl_s))
         self._lock = threading.Lock()
         self._bad: OrderedDict[str, str] = OrderedDict()  # name -> ETag that does not hold
 
@@ -93,7 +95,6 @@ class S3Backend(Backend):
                     f"tier s3: bucket {self._config.bucket}: {refused.detail}"
                 ) from refused
             raise
-        self._uploads.abort_stale()
         return report
 
     def probe(self, deadline: int, *, write: bool) -> ProbeReport:
@@ -109,6 +110,7 @@ class S3Backend(Backend):
             if back != data:
                 raise failed(Reason.IO, "what was put is not what was got")
             bucket.run("DeleteObject", lambda: client.delete_object(**at), deadline)
+            self._tidy()
         took = (time.perf_counter() - began) * 1000
         where = self._config.endpoint or "AWS"
         return ProbeReport(
@@ -138,12 +140,18 @@ class S3Backend(Backend):
         name, nbytes = self._name(key), self.cost(len(source))
         begun = self._mine.begin(name, nbytes)
         record = header._replace(session=self._owner, generation=1, epoch=0).pack()
-        written = False
+        written = unsure = False
         try:
             written = self._put_absent(name, key, header, record, source, deadline)
+        except Unsure:
+            unsure = begun
+            raise
         finally:
-            if begun:
+            if unsure:
+                self._mine.unsure(name, nbytes)
+            elif begun:
                 self._mine.end(name, nbytes, written=written)
+        self._tidy()
         return Stored(NOWHERE, existed=not written)
 
     def _put_absent(
@@ -156,31 +164,84 @@ class S3Backend(Backend):
         deadline: int,
     ) -> bool:
         """True: written by us, now or by an attempt whose answer was lost. False: somebody else's
-        lies there and is the same chunk."""
+        lies there and is the same chunk. What is too old to be read is replaced."""
         bad = self._bad.get(name)
         for condition in (
             [{"IfMatch": bad}, {"IfNoneMatch": "*"}] if bad else [{"IfNoneMatch": "*"}]
         ):
-            try:
-                self._uploads.send(name, record, source, condition, deadline)
-            except PreconditionFailed:
-                continue
-            except Refused as refused:
-                if refused.answer is Answer.MISS and bad:
-                    continue  # nothing to replace any more
+            if self._sent(name, record, source, condition, deadline):
+                return True
+        for _ in range(2):
+            there = self._there(name, deadline)
+            lies = there.header
+            if not (
+                Key.of(lies) == key
+                and lies.length == header.length
+                and lies.tokens == header.tokens
+                and lies.fingerprint == header.fingerprint
+            ):
+                raise failed(Reason.CONFLICT, "an object of another content lies there")
+            if there.etag is None or there.modified is None or not self._too_old(there.modified):
+                return lies.session == self._owner
+            if self._sent(name, record, source, {"IfMatch": there.etag}, deadline):
+                return True
+        raise failed(Reason.CONFLICT, "what lies there is too old, and can't be replaced")
+
+    def _sent(
+        self, name: str, record: bytes, source: memoryview, how: dict[str, str], deadline: int
+    ) -> bool:
+        """Whether the condition held. Refused."""
+        try:
+            self._uploads.send(name, record, source, how, deadline)
+        except PreconditionFailed:
+            return False
+        except NotThere:
+            return False  # nothing to replace any more
+        self._bad.pop(name, None)
+        return True
+
+    def _there(self, name: str, deadline: int) -> There:
+        """What lies there. Unsure if that can't be asked: it may be ours."""
+        try:
+            return self._downloads.there(name, deadline)
+        except Refused as refused:
+            if refused.reason is Reason.CONFLICT:
                 raise
-            self._bad.pop(name, None)
-            return True
-        there = self._downloads.record(name, deadline)
-        same = (
-            Key.of(there) == key
-            and there.length == header.length
-            and there.tokens == header.tokens
-            and there.fingerprint == header.fingerprint
-        )
-        if not same:
-            raise failed(Reason.CONFLICT, "an object of another content lies there")
-        return there.session == self._owner
+            raise Unsure(refused.answer, refused.reason, refused.detail) from refused
+
+    def _tidy(self) -> None:
+        """The server works: take back what was begun while it did not. What may have been written
+        is no chunk that anybody knows of; it is deleted if it lies there and is ours."""
+        self._uploads.tidy()
+        for _ in range(TIDIED):
+            name = self._mine.look_for(SETTLED_NS)
+            if name is None:
+                return
+            gone = False
+            try:
+                gone = self._taken_back(name)
+            except Refused as refused:
+                log.info("tier s3: what became of a write is not known yet: %s", refused.detail)
+                return
+            finally:
+                self._mine.looked(name, gone=gone)
+
+    def _taken_back(self, name: str) -> bool:
+        """True. Refused if it could not be asked, or not be deleted."""
+        deadline = time.monotonic_ns() + START_NS
+        try:
+            there = self._downloads.there(name, deadline)
+        except Refused as refused:
+            if refused.reason is Reason.CONFLICT:  # nothing, or nothing of ours
+                return True
+            raise
+        if there.header.session == self._owner:
+            at = self._bucket.at(name)
+            self._bucket.run(
+                "DeleteObject", lambda: self._bucket.client.delete_object(**at), deadline
+            )
+            self._bucket.counted.add("taken_back")
+        return True
 
     # -- get ------------------------------------------------------------------------------------
 
@@ -270,11 +331,14 @@ class S3Backend(Backend):
             return
         old = self._mine.older(time.time() - self._config.ttl_s, EXPIRED)
         if old:
+            left = set(old)
             try:
-                self._delete_names(old, time.monotonic_ns() + START_NS)
-                self._bucket.counted.add("expired", len(old))
+                left = self._delete_names(old, time.monotonic_ns() + START_NS)
+                self._bucket.counted.add("expired", len(old) - len(left))
             except Refused as refused:
                 log.info("tier s3: old objects could not be deleted: %s", refused.detail)
+            finally:
+                self._mine.keep(left)
 
     # -- recovery -------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ _RETRIED = {
     Reason.UNREACHABLE,
     Reason.CONFLICT,
 }
+_UNTOLD = {Reason.IO, Reason.SHORT, Reason.SLOW}
 _CODES = {
     "SignatureDoesNotMatch": Reason.CREDENTIALS,
     "InvalidAccessKeyId": Reason.CREDENTIALS,
@@ -69,6 +70,10 @@ _PERMANENT = {Reason.CREDENTIALS, Reason.DENIED, Reason.SKEW, Reason.NOT_FOUND, 
 
 class PreconditionFailed(Exception):
     """412: what the request was conditional on is not so."""
+
+
+class Unsure(Refused):
+    """A write that was refused, or not answered, and may have been carried out all the same."""
 
 
 class NotThere(Refused):
@@ -120,6 +125,16 @@ class Calls:
                 2 * pause if last.reason is not Reason.THROTTLED else 4 * pause, _MOST_PAUSE
             )
         raise failed(Reason.OTHER, f"{what} was not tried")
+
+
+def may_have_worked(error: Exception) -> bool:
+    """Whether a request that ended so may have been carried out: no answer came, or one that says
+    nothing about it."""
+    try:
+        meaning = error if isinstance(error, Refused) else explain("", error)
+    except PreconditionFailed:
+        return False
+    return meaning is not None and meaning.reason in _UNTOLD
 
 
 def explain(what: str, error: Exception) -> Refused | None:

@@ -7,7 +7,8 @@ be what it should is told from an answer that went wrong on its way (`is_so`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from datetime import datetime
+from typing import Any, NamedTuple
 
 from kvd.chunk import HEADER_BYTES, ChunkHeader
 from kvd.tiers.backend import Found, Refused, failed
@@ -25,6 +26,14 @@ class Broken(Exception):
         super().__init__(why)
         self.etag = etag
         self.length = length
+
+
+class There(NamedTuple):
+    """An object that lies there already."""
+
+    header: ChunkHeader
+    etag: str | None
+    modified: datetime | None
 
 
 class Downloads:
@@ -111,10 +120,11 @@ class Downloads:
         )
         return bool((there.get("ETag"), there.get("ContentLength")) == (broken.etag, broken.length))
 
-    def record(self, name: str, deadline: int) -> ChunkHeader:
-        """Of what lies there, as was just said. Refused CONFLICT if that is no chunk."""
+    def there(self, name: str, deadline: int) -> There:
+        """What lies there, as was just said. Refused CONFLICT if that is no chunk."""
         try:
-            return ChunkHeader.unpack(self.record_bytes(name, deadline))
+            raw, answer = self._head(name, deadline)
+            return There(ChunkHeader.unpack(raw), answer.get("ETag"), answer.get("LastModified"))
         except ValueError as error:
             raise failed(Reason.CONFLICT, f"what lies there has no record: {error}") from error
         except Refused as refused:
@@ -126,8 +136,12 @@ class Downloads:
 
     def record_bytes(self, name: str, deadline: int) -> bytes:
         """The first 512 bytes of an object."""
+        return self._head(name, deadline)[0]
 
-        def fetch() -> bytes:
+    def _head(self, name: str, deadline: int) -> tuple[bytes, dict[str, Any]]:
+        """These, and what was said of the object."""
+
+        def fetch() -> tuple[bytes, dict[str, Any]]:
             answer = self._bucket.client.get_object(
                 **self._bucket.at(name), Range=f"bytes=0-{HEADER_BYTES - 1}"
             )
@@ -138,9 +152,9 @@ class Downloads:
                 answer["Body"].close()
                 raise
             receive(answer["Body"], head, memoryview(b""), deadline, self._bucket.stall_ns)
-            return bytes(head)
+            return bytes(head), answer
 
-        found: bytes = self._bucket.run("GetObject", fetch, deadline)
+        found: tuple[bytes, dict[str, Any]] = self._bucket.run("GetObject", fetch, deadline)
         return found
 
 

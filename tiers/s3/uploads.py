@@ -1,25 +1,47 @@
 """How an object is written: in one request, or in parts side by side.
 
 The law of this module: an object is written under a condition, whole or not at all; parts of an
-upload that failed are given back, and those that a killed daemon left are once they are old.
+upload that failed are given back, as soon as the server lets that be, and those that a killed
+daemon left are once they are old: a start looks for them, and then somebody does every six hours.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 from kvd.chunk import HEADER_BYTES
+from kvd.tiers.backend import Refused, failed
+from kvd.tiers.base import Reason
 from kvd.tiers.s3.bucket import Bucket
+from kvd.tiers.s3.calls import NotThere, PreconditionFailed, Unsure, may_have_worked
 from kvd.tiers.s3.objects import Body, crc32c
 
 _TYPE = "application/octet-stream"
+MOST_LOST = 4096
+LOST_AT_A_TIME = 8
+STALE_EVERY_NS = 6 * 3600 * 1_000_000_000
+
+
+def told(answer: dict[str, Any], name: str) -> str:
+    """What an answer of S3's says; one that does not is none of its, whatever its status."""
+    said = answer.get(name)
+    if not said:
+        raise failed(Reason.IO, f"an answer without {name}")
+    return str(said)
 
 
 class Uploads:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
+        self._lock = threading.Lock()
+        self._lost: deque[tuple[str, str]] = deque()  # (name, upload) that could not be aborted
+        self._stale_at = 0  # CLOCK_MONOTONIC: when to look for old ones
 
     def send(
         self,
@@ -30,7 +52,7 @@ class Uploads:
         deadline: int,
     ) -> None:
         """Write record and payload as one object. PreconditionFailed if the condition (IfMatch,
-        IfNoneMatch) does not hold; Refused."""
+        IfNoneMatch) does not hold; Unsure if it may lie there; Refused."""
         length = HEADER_BYTES + len(source)
         if length > self._bucket.config.multipart_bytes:
             self._send_parts(name, record, source, condition, deadline)
@@ -39,7 +61,7 @@ class Uploads:
         checksum = crc32c(record, source)
         if checksum is not None:
             extra["ChecksumCRC32C"] = checksum
-        self._bucket.run(
+        self._finish(
             "PutObject",
             lambda: self._bucket.client.put_object(
                 **self._bucket.at(name),
@@ -62,9 +84,9 @@ class Uploads:
         bucket, client, at = self._bucket, self._bucket.client, self._bucket.at(name)
         upload = bucket.run(
             "CreateMultipartUpload",
-            lambda: client.create_multipart_upload(**at, ContentType=_TYPE),
+            lambda: told(client.create_multipart_upload(**at, ContentType=_TYPE), "UploadId"),
             deadline,
-        )["UploadId"]
+        )
         size = bucket.config.part_bytes
         bodies = [(record, source[: size - HEADER_BYTES])] + [
             (b"", source[begin : begin + size])
@@ -72,42 +94,115 @@ class Uploads:
         ]
 
         def send(number: int, head: bytes, piece: memoryview) -> dict[str, Any]:
-            answer = bucket.run(
-                f"UploadPart {number}",
-                lambda: client.upload_part(
+            def upload_part() -> str:
+                answer = client.upload_part(
                     **at,
                     UploadId=upload,
                     PartNumber=number,
                     Body=Body(head, piece),
                     ContentLength=len(head) + len(piece),
-                ),
-                deadline,
-            )
-            return {"PartNumber": number, "ETag": answer["ETag"]}
+                )
+                return told(answer, "ETag")
+
+            etag = bucket.run(f"UploadPart {number}", upload_part, deadline)
+            return {"PartNumber": number, "ETag": etag}
 
         try:
             parts = bucket.together([partial(send, n, *body) for n, body in enumerate(bodies, 1)])
-            bucket.run(
-                "CompleteMultipartUpload",
-                lambda: client.complete_multipart_upload(
-                    **at, UploadId=upload, MultipartUpload={"Parts": parts}, **condition
-                ),
-                deadline,
-            )
+            self._complete(at, upload, parts, condition, deadline)
         except BaseException:
             self._abort(name, upload)
             raise
 
-    def _abort(self, name: str, upload: str) -> None:
-        done = self._bucket.attempt(
-            "AbortMultipartUpload",
-            lambda: self._bucket.client.abort_multipart_upload(
-                **self._bucket.at(name), UploadId=upload
-            ),
-        )
-        self._bucket.counted.add("aborted_uploads" if done else "lost_uploads")
+    def _complete(
+        self,
+        at: dict[str, str],
+        upload: str,
+        parts: list[dict[str, Any]],
+        condition: dict[str, str],
+        deadline: int,
+    ) -> None:
+        """Make an object of the parts. An upload that is not there (any more) may be one that was
+        completed by an attempt whose answer was lost: as after a 412, what lies there says so."""
+        client = self._bucket.client
+        try:
+            self._finish(
+                "CompleteMultipartUpload",
+                lambda: told(
+                    client.complete_multipart_upload(
+                        **at, UploadId=upload, MultipartUpload={"Parts": parts}, **condition
+                    ),
+                    "ETag",
+                ),
+                deadline,
+            )
+        except NotThere:
+            raise PreconditionFailed from None
 
-    def abort_stale(self) -> None:
+    def _finish(self, what: str, call: Callable[[], Any], deadline: int) -> None:
+        """The request that makes the object. Unsure if one of its attempts may have done so, and
+        none says that it did."""
+        unsure = False
+
+        def attempt() -> None:
+            nonlocal unsure
+            try:
+                call()
+            except Exception as error:
+                unsure = unsure or may_have_worked(error)
+                raise
+
+        try:
+            self._bucket.run(what, attempt, deadline)
+        except NotThere:
+            raise
+        except Refused as refused:
+            if not unsure:
+                raise
+            raise Unsure(refused.answer, refused.reason, refused.detail) from refused
+
+    def _abort(self, name: str, upload: str) -> None:
+        if not self._aborted(name, upload):
+            self._bucket.counted.add("lost_uploads")
+            with self._lock:
+                if len(self._lost) < MOST_LOST:
+                    self._lost.append((name, upload))
+
+    def _aborted(self, name: str, upload: str) -> bool:
+        """Whether it is not there any more."""
+        bucket = self._bucket
+        at = bucket.at(name)
+
+        def abort() -> bool:
+            try:
+                bucket.client.abort_multipart_upload(**at, UploadId=upload)
+            except bucket.client.exceptions.NoSuchUpload:
+                return False
+            bucket.counted.add("aborted_uploads")
+            return True
+
+        return bucket.attempt("AbortMultipartUpload", abort)
+
+    def tidy(self) -> None:
+        """Some of those that could not be given back when they failed, and now and then those that
+        are old. For when the server works."""
+        with self._lock:
+            due = time.monotonic_ns() >= self._stale_at
+            if due:
+                self._stale_at = time.monotonic_ns() + STALE_EVERY_NS
+        if due:
+            self._abort_stale()
+        for _ in range(LOST_AT_A_TIME):
+            with self._lock:
+                if not self._lost:
+                    return
+                name, upload = self._lost.popleft()
+            if not self._aborted(name, upload):
+                with self._lock:
+                    self._lost.appendleft((name, upload))
+                return
+
+    def _abort_stale(self) -> None:
         """Parts of uploads that nobody finished cost money and are seen by nobody."""
         bucket, client, config = self._bucket, self._bucket.client, self._bucket.config
 
@@ -120,9 +215,6 @@ class Uploads:
                     started = upload.get("Initiated") or datetime.now(UTC)
                     age = (datetime.now(UTC) - started).total_seconds()
                     if age >= config.stale_upload_s:
-                        client.abort_multipart_upload(
-                            **bucket.at(upload["Key"]), UploadId=upload["UploadId"]
-                        )
-                        bucket.counted.add("aborted_uploads")
+                        self._aborted(upload["Key"], upload["UploadId"])
 
         bucket.attempt("ListMultipartUploads", abort)
