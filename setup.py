@@ -31,7 +31,6 @@ ALSO = {
     ),
     "kvd/server": (
         "carry", "counters", "dispatch", "ladder", "limiter", "replies", "requests", "respond",
-        "unread",
     ),
     "kvd/tiers": (
         "breaker", "crew", "crossing", "health", "meter", "nvme/slabs", "pieces", "pool", "quiet",

@@ -16,6 +16,8 @@ from kvd.errors import ErrorCode
 from kvd.server.carry import Carrier
 from kvd.server.counters import Counters
 
+pytestmark = pytest.mark.inside
+
 
 class Answers:
     """A request that keeps what it was answered."""
