@@ -5,8 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from kvd.core.columns import NONE
 from kvd.core.touches import LATELY_NS, Touches
+
+pytestmark = pytest.mark.inside
 
 CHAIN = 64
 
