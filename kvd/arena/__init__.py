@@ -6,6 +6,7 @@ used, and never truncates; a client's references are checked before use (bounds)
 """
 
 from kvd.arena.client import ArenaMap
+from kvd.arena.hugepages import WISHES, Wish
 from kvd.arena.layout import Geometry, plan
 from kvd.arena.owner import ArenaOwner
 from kvd.arena.preflight import MEMORY_KINDS, check_room, file_system_kind
@@ -13,11 +14,13 @@ from kvd.arena.table import Registry, Scan
 
 __all__ = [
     "MEMORY_KINDS",
+    "WISHES",
     "ArenaMap",
     "ArenaOwner",
     "Geometry",
     "Registry",
     "Scan",
+    "Wish",
     "check_room",
     "file_system_kind",
     "plan",

@@ -21,9 +21,14 @@ from kvd.errors import ArenaError, Forked
 
 MADV_POPULATE_READ = 22  # Linux 5.14
 MADV_POPULATE_WRITE = 23
+MADV_COLLAPSE = 25  # Linux 6.1
+
+HUGE_PAGE = 2 << 20  # of x86-64, and of arm64 with pages of 4 KiB
 
 _PAGE = mmap.PAGESIZE
 _FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10  # not in the mmap module, like the next
+_PROT_NONE = 0
 
 # CDLL releases the GIL for the length of a call.
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -52,9 +57,7 @@ class Mapping:
         if actual < size:
             raise ArenaError(f"a file of {actual} bytes can't be mapped as {size} bytes")
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        address = _LIBC.mmap(None, size, prot, mmap.MAP_SHARED, fd, 0)
-        if address == _FAILED:
-            raise ArenaError(f"can't map {size} bytes: {os.strerror(ctypes.get_errno())}")
+        address = _map(fd, size, prot)
         if _LIBC.madvise(address, size, mmap.MADV_DONTFORK) != 0:
             error = os.strerror(ctypes.get_errno())
             _LIBC.munmap(address, size)
@@ -97,9 +100,49 @@ class Mapping:
         # A read is all that may be done here: somebody may be writing these very bytes.
         memory[begin : begin + length : _PAGE].max()
 
+    def collapse(self, offset: int, length: int) -> int:
+        """Have the kernel put the huge pages that lie within this range where they belong, without
+        the GIL; 0, or the errno of why it did not for all. No byte changes. Each of them needs one
+        small page that is in memory. ArenaError after close, Forked."""
+        begin = -(-offset // HUGE_PAGE) * HUGE_PAGE
+        end = min(offset + length, self.bytes.size) // HUGE_PAGE * HUGE_PAGE
+        if not 0 <= begin < end:
+            return 0
+        failed = _LIBC.madvise(self.address + begin, end - begin, MADV_COLLAPSE)
+        return ctypes.get_errno() if failed else 0
+
     def close(self) -> None:
         """Let go. The memory is unmapped when no view of it is left. Idempotent."""
         self._bytes = None
+
+
+def _map(fd: int, size: int, prot: int) -> int:
+    """Where `size` bytes of the file are mapped: at a huge page's boundary, since only there can
+    one entry of the page table stand for a huge page of the file."""
+    slack = HUGE_PAGE if size >= HUGE_PAGE else 0
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    found = _LIBC.mmap(None, size + slack, _PROT_NONE, private, -1, 0) if slack else None
+    if found == _FAILED:
+        raise _unmapped(size)
+    address = -(-found // HUGE_PAGE) * HUGE_PAGE if found else None
+    flags = mmap.MAP_SHARED | (_MAP_FIXED if address else 0)
+    mapped = _LIBC.mmap(address, size, prot, flags, fd, 0)
+    if mapped == _FAILED:
+        error = _unmapped(size)
+        if found:
+            _LIBC.munmap(found, size + slack)
+        raise error
+    if found and address:
+        last = -(-(address + size) // _PAGE) * _PAGE
+        for begin, end in ((found, address), (last, found + size + slack)):
+            if end > begin:
+                _LIBC.munmap(begin, end - begin)
+    at: int = mapped
+    return at
+
+
+def _unmapped(size: int) -> ArenaError:
+    return ArenaError(f"can't map {size} bytes: {os.strerror(ctypes.get_errno())}")
 
 
 def _unmap(address: int, size: int, pid: int) -> Any:

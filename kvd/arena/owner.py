@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.arena.files import Files, Paths, adopt, create, discard, no_memory
+from kvd.arena.hugepages import HugePages, Wish
 from kvd.arena.layout import plan
 from kvd.arena.locks import OwnerLock, SessionLocks
 from kvd.arena.mapping import Mapping
+from kvd.arena.os_call import punch_hole
 from kvd.arena.table import RecordTable, Registry, Scan
 from kvd.errors import ArenaError
 
@@ -37,7 +39,13 @@ class ArenaOwner:
     """
 
     def __init__(
-        self, paths: Paths, lock: OwnerLock, sessions: SessionLocks, files: Files, epoch: int
+        self,
+        paths: Paths,
+        lock: OwnerLock,
+        sessions: SessionLocks,
+        files: Files,
+        epoch: int,
+        wish: Wish,
     ) -> None:
         self._paths = paths
         self._lock = lock
@@ -47,6 +55,7 @@ class ArenaOwner:
         self.fd_arena = files.arena
         self._fd_table_rw = files.table
         self._mapping = Mapping(files.arena, files.super.geometry.size, writable=True)
+        self._huge = HugePages(paths.arena, files.arena, self._mapping, wish)
         self._table = RecordTable(files.table, files.super.geometry)
         self.write_record, self.patch_record = self._table.write, self._table.patch
         self.fd_table = os.open(paths.table, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -71,10 +80,12 @@ class ArenaOwner:
         slab_size: int | None = None,
         instance: str,
         now_unix_ns: int,
+        huge_pages: Wish = "prefer",
     ) -> ArenaOwner:
         """Take the arena named `base`, adopting or replacing what is there. The first step of its
         memory is reserved on return, the rest by `reserve_step`. ArenaError if another process
-        owns it, if there is no room, or if its files are not ours."""
+        owns it, if there is no room, if its files are not ours, or if huge pages are required and
+        the first step is not in them."""
         geometry = plan(size, slab_size)
         paths = Paths.of(Path(base))
         if not paths.arena.parent.is_dir():
@@ -87,7 +98,7 @@ class ArenaOwner:
             files = adopt(paths, geometry, instance) or create(
                 paths, geometry, instance, now_unix_ns
             )
-            owner = cls(paths, lock, sessions, files, now_unix_ns)
+            owner = cls(paths, lock, sessions, files, now_unix_ns, huge_pages)
         except BaseException:
             if files is not None:
                 os.close(files.arena)
@@ -100,6 +111,8 @@ class ArenaOwner:
             raise
         try:
             owner.reserve_step()
+            if huge_pages == "require":
+                owner._huge.insist(0, min(owner.reserved, RESERVE_STEP))
         except BaseException:
             owner._end(remove=not owner.adopted)
             raise
@@ -139,15 +152,19 @@ class ArenaOwner:
 
     def reserve_step(self) -> bool:
         """Reserve up to 256 MiB more; True when all of the arena is. The GIL is free meanwhile, so
-        a thread may call it (and must have ended before `close`). ArenaError when memory is out:
-        what was reserved stays usable."""
+        a thread may call it (and must have ended before `close`). ArenaError when memory is out,
+        or not to be had in the pages that are required: what was reserved stays usable."""
         geometry = self._super.geometry
         begin = self._table.reserved
         end = min(begin + RESERVE_STEP, geometry.size)
         if begin < end:
             try:
+                self._huge.take(begin, end)
                 os.posix_fallocate(self.fd_arena, begin, end - begin)
-            except OSError as error:
+            except (ArenaError, OSError) as error:
+                punch_hole(self.fd_arena, begin, end - begin)  # nobody uses what was had of it
+                if isinstance(error, ArenaError):
+                    raise
                 raise ArenaError(no_memory(self._paths.arena, geometry, begin, error)) from error
             for slab in range(begin // geometry.slab_size, end // geometry.slab_size):
                 self._table.reserve(slab)
@@ -155,8 +172,21 @@ class ArenaOwner:
         return end >= geometry.size
 
     def prefault(self, offset: int, length: int) -> None:
-        """Fault a reserved range into the daemon's own mapping, without the GIL. ArenaError."""
+        """Fault a reserved range into the daemon's own mapping, in huge pages if it may be,
+        without the GIL. ArenaError."""
+        self._huge.gather(offset, offset + length)
         self._mapping.populate(offset, length, write=False)
+
+    def huge_bytes(self) -> int:
+        """Bytes of the arena that are in huge pages and faulted in: milliseconds, without the GIL
+        for most of it. OSError."""
+        return self._huge.count()
+
+    @property
+    def huge_problem(self) -> str:
+        """Why not all of it is in huge pages, as far as that was tried; empty if nothing is
+        known."""
+        return self._huge.problem
 
     # -- records --------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from kvd.arena import Wish
 from kvd.errors import ConfigError
 from kvd.server.settings import SETTINGS, NamespaceRule, Setting, find_setting
 from kvd.server.shown import without_password
@@ -38,6 +39,7 @@ class Config:
     arena_any_fs: bool
     arena_size: int
     slab_size: int | None
+    huge_pages: Wish
     max_sessions: int
     max_specs: int
     max_inflight: int

@@ -40,6 +40,7 @@ from kvd.server.figures import Figures, Own
 from kvd.server.ladder import Ladder
 from kvd.server.lockwatch import LockWatch
 from kvd.server.loop import Loop
+from kvd.server.memory import Memory
 from kvd.server.requests import Request
 from kvd.server.sessions import Route, Session, Sessions
 from kvd.server.shown import shown_settings
@@ -74,6 +75,7 @@ class Desk:
     ladder: Ladder
     limits: Limits
     lockwatch: LockWatch
+    memory: Memory
     loop: Loop
     registry: SpecRegistry
     started_unix_ns: int
@@ -320,7 +322,9 @@ class Desk:
         counted.update(self.telemetry.counted())
         if self.directory is not None:
             sections["directory"] = self.directory.stat()
-        return Own(self.ladder.stat(tiers, admin=True), counted, sections)
+        rows = self.ladder.stat(tiers, admin=True)
+        rows[0] = {**rows[0], **self.memory.shown()}
+        return Own(rows, counted, sections)
 
     # -- for inline transfers -------------------------------------------------------------------
 

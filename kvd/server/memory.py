@@ -1,12 +1,14 @@
 """The arena's memory beyond its first part, taken while the daemon serves.
 
 The law of this module: it is taken step by step, in pauses between what clients wait for, and what
-is there is used at once. Memory that can't be had is no reason to stop: what is reserved serves.
+is there is used at once. Memory that can't be had is no reason to stop: what is reserved serves,
+and so does what lies in small pages.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from kvd.arena import ArenaOwner
 from kvd.core import Core
@@ -27,6 +29,13 @@ class Memory:
         self._arena = arena
         self._core = core
         self._transfers = transfers
+        self._huge_bytes: int | None = None  # in huge pages, once that was counted
+
+    def shown(self) -> dict[str, Any]:
+        """For a stat: fields of the first tier."""
+        if self._huge_bytes is None:
+            return {}
+        return {"huge_bytes": self._huge_bytes, "huge_problem": self._arena.huge_problem}
 
     def start(self) -> None:
         if self._arena.reserved >= self._arena.size:
@@ -60,6 +69,8 @@ class Memory:
         that hashes a payload would otherwise pay a fault for each of its pages."""
         length = min(_PREFAULT_STEP, self._arena.reserved - offset)
         if length <= 0:
+            count = Job("count pages", self._arena.huge_bytes, self._counted, background=True)
+            self._transfers.submit(count)
             return
         self._transfers.submit(
             Job(
@@ -69,3 +80,13 @@ class Memory:
                 background=True,
             )
         )
+
+    def _counted(self, found: int | None) -> None:
+        self._huge_bytes = found
+        if found is not None and self._arena.huge_problem:
+            log.warning(
+                "only %s of the arena's %s lie in huge pages: %s",
+                format_size(found),
+                format_size(self._arena.size),
+                self._arena.huge_problem,
+            )

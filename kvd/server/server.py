@@ -122,6 +122,7 @@ class Server:
             slab_size=config.slab_size,
             instance=config.instance,
             now_unix_ns=time.time_ns(),
+            huge_pages=config.huge_pages,
         )
         undo.callback(self._close_arena)
         self._served = False
@@ -175,10 +176,12 @@ class Server:
             self.arena.epoch, self.counters, lambda session, why: self.desk.lost(session, why)
         )
         self.tenancy = Tenancy(registry, access, self.tcp, self.ladder.weigh)
+        memory = Memory(self.arena, opened.core, self.transfers)
         self.desk = Desk(
             config=config,
             access=access,
             arena=self.arena,
+            memory=memory,
             carrier=self.carrier,
             ladder=self.ladder,
             counters=self.counters,
@@ -210,7 +213,7 @@ class Server:
         self._listen(limits)
         self.telemetry.start(self.loop, self.desk.figures, responder)
         self._timers()
-        Memory(self.arena, opened.core, self.transfers).start()
+        memory.start()
         if config.gc_freeze:
             gc.collect()
             gc.freeze()

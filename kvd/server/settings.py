@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvd.arena import WISHES
 from kvd.server.parsers import (
     NamespaceRule,
     Parser,
@@ -114,6 +115,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("arena", "slab_size", "slab_size", "auto", size(2**16, 2**42, auto=True), "SIZE",
             "bytes of one slab, and so of the largest chunk; auto: 1/32 of the arena; 1/16 at "
             "most"),
+    Setting("arena", "huge_pages", "huge_pages", "prefer", choice(*WISHES), "WISH",
+            "whether the arena lies in pages of 2 MiB; require: no start without"),
     Setting("limits", "sessions", "max_sessions", 1024, count(1, 65_536), "N",
             "clients at a time"),
     Setting("limits", "specs", "max_specs", 1024, count(1, 65_536), "N",

@@ -117,6 +117,7 @@ SECTIONS = (
         (
             Shown("tier_limit", _G, "bytes", "What the tier may take at most.", "limit_bytes"),
             Shown("tier_used", _G, "bytes", "What of it is taken.", "used_bytes"),
+            Shown("tier_huge_pages", _G, "bytes", "Memory in huge pages.", "huge_bytes"),
             Shown("tier_chunks", _G, "chunks", "Chunks in the tier.", "chunks"),
             Shown("tier_healthy", _G, "", "1 if its state is ok, else 0.", "healthy"),
             Shown("tier_pending", _G, "jobs", "Jobs handed over and not completed.", "pending"),

@@ -309,7 +309,7 @@ def test_a_kernel_that_can_not_populate_is_prefaulted_by_reading(
 
 
 def test_prefault_leaves_the_interpreter_to_others(open_arena: Open) -> None:
-    owner = open_arena(128 << 20)
+    owner = open_arena(128 << 20, huge_pages="never")  # those are there in no time
     client = ArenaMap(owner.fd_arena, owner.fd_table)
     ticks, done = [], threading.Event()
 

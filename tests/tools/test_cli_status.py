@@ -69,6 +69,21 @@ def test_hits_are_a_ratio_and_misses_have_their_reasons() -> None:
     assert "orphan" not in text
 
 
+@pytest.mark.parametrize(
+    ("huge", "problem", "said"),
+    [
+        (4 * GIB, "", "4 GiB in huge pages"),
+        (GIB, "no memory", "1 GiB of 4 GiB in huge pages (no memory)"),
+        (0, "", "0 B of 4 GiB in huge pages"),
+    ],
+)
+def test_the_pages_that_memory_lies_in_are_told(huge: int, problem: str, said: str) -> None:
+    told = stat()
+    assert "huge pages" not in shown(told)  # not counted yet, or an older daemon
+    told["tiers"][0] |= {"huge_bytes": huge, "huge_problem": problem}
+    assert said in " ".join(shown(told).split())
+
+
 def test_trouble_is_named() -> None:
     counters = {
         "chunks_evicted": {"capacity": 9, "command": 1},

@@ -201,7 +201,20 @@ def _slabs(book: Book) -> Text:
         _said("changed class", book.reasons("slab_changes")),
         _said("slots moved", book.reasons("slots_moved")),
         _said("no memory for", _nonzero(book.total("slabs_refused"))),
+        *_huge(book),
     )
+
+
+def _huge(book: Book) -> list[str]:
+    """How much of the memory lies in huge pages, and why not all."""
+    said = []
+    for tier in book.stat.get("tiers", []):
+        if "huge_bytes" in tier:
+            size, limit = tier["huge_bytes"], tier.get("limit_bytes", 0)
+            problem = f" ({clean(tier['huge_problem'])})" if tier.get("huge_problem") else ""
+            of = "" if size == limit else f" of {format_bytes(limit)}"
+            said.append(f"{format_bytes(size)}{of} in huge pages{problem}")
+    return said
 
 
 def _requests(book: Book) -> Text:

@@ -1,0 +1,90 @@
+"""HugePages: the arena's memory in pages of 2 MiB, where the kernel gives them.
+
+The law of this module: no byte changes, and whoever uses the memory meanwhile waits for the copy of
+one such page at most. What stays in small pages serves as well, only slower; it is an error only
+where huge ones are required, and it is said in any case.
+
+MADV_COLLAPSE does what the settings for shared memory in /sys/kernel/mm/transparent_hugepage would
+do, whatever they say: nearly every machine leaves them at `never`. For memory that is new it takes
+no longer than small pages do; for memory in use it copies, 2 s of processor time a GiB.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from kvd.arena.mapping import HUGE_PAGE, Mapping
+from kvd.errors import ArenaError
+
+__all__ = ["WISHES", "HugePages", "Wish"]
+
+Wish = Literal["prefer", "require", "never"]
+WISHES: tuple[Wish, ...] = ("prefer", "require", "never")
+
+_WHY = {
+    errno.EINVAL: "this kernel can't (Linux 6.1 can, for memory on a tmpfs)",
+    errno.ENOMEM: "no memory in one piece is free (as root: echo 1 > /proc/sys/vm/compact_memory)",
+    errno.EBUSY: "the memory cgroup has no room for one more page at a time",
+    errno.EAGAIN: "somebody keeps the pages where they are, as for a device",
+}
+
+
+class HugePages:
+    """`path`: what to call the arena. `fd` (writable) and `mapping` are its file."""
+
+    def __init__(self, path: Path, fd: int, mapping: Mapping, wish: Wish) -> None:
+        self._path = path
+        self._fd = fd
+        self._mapping = mapping
+        self._wish = wish
+        self.problem = ""  # why some of the memory was not put into huge pages
+
+    def take(self, begin: int, end: int) -> None:
+        """Memory for a range that nobody uses yet and that has none. What it does not get here is
+        still to be reserved. ArenaError if huge pages are required."""
+        if self._wish == "never":
+            return
+        try:
+            for at in range(-(-begin // HUGE_PAGE) * HUGE_PAGE, end, HUGE_PAGE):
+                os.pwrite(self._fd, b"\0", at)  # the kernel fills up, but does not begin
+        except OSError:
+            return  # no memory at all: who reserves the rest is told so
+        self.insist(begin, end)
+
+    def insist(self, begin: int, end: int) -> None:
+        """As `gather`. ArenaError if huge pages are required, and the range is not in them."""
+        if self.gather(begin, end) or self._wish != "require":
+            return
+        raise ArenaError(
+            f"arena.huge_pages is require, but of the first {end} bytes of arena {self._path} only "
+            f"{self.count()} are in huge pages: {self.problem}; or make it prefer"
+        )
+
+    def gather(self, begin: int, end: int) -> bool:
+        """Put a range that has memory into huge pages, as far as it is not; whether all of it
+        is, or none should be."""
+        if self._wish == "never":
+            return True
+        number = self._mapping.collapse(begin, end - begin)
+        if number:
+            self.problem = _WHY.get(number, os.strerror(number))
+        return not number
+
+    def count(self) -> int:
+        """Bytes of the mapping that are in huge pages, by the kernel's word. It looks at all of
+        this process's memory: milliseconds."""
+        begin, end = self._mapping.address, self._mapping.address + self._mapping.size
+        inside, kib = False, 0
+        with open("/proc/self/smaps") as smaps:
+            for line in smaps:
+                if head := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                    inside = begin <= int(head[1], 16) < end
+                elif inside and line.startswith("ShmemPmdMapped:"):
+                    kib += int(line.split()[1])
+        if kib << 10 >= self._mapping.size // HUGE_PAGE * HUGE_PAGE:
+            self.problem = ""  # there was one, for a time
+        return kib << 10
