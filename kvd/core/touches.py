@@ -100,6 +100,7 @@ class Touches:
                     rest = len(rows) - budget
                     noted.appendleft(Touch(rows[:rest], words[:rest], when, over))
                     rows, here = rows[rest:], here[rest:]
+                self._tips.clear()  # the next use of these takes it back, so it must be told
                 some = rows[here].tolist()
                 budget -= len(some) + 1
                 for advice in (store.policy, *(lower.policy for lower in store.ladder.lowers)):

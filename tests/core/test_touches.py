@@ -129,3 +129,14 @@ def test_whose_turn_it_is_says_what_is_told() -> None:
     _use(store, touches, 31, 2)  # what the one before was told of is not what this one was
     _use(store, touches, 47, 3)
     assert [len(chain) for chain, _ in policy.told] == [16, 32, 16]
+
+
+def test_what_is_said_to_be_over_is_told_again_with_its_next_use() -> None:
+    store, policy = _store()
+    touches = Touches(store)
+    _use(store, touches, 31, 1)
+    rows = np.arange(31, -1, -1)
+    touches.over(rows, store.chunks.np_key[rows, 0])
+    _use(store, touches, 47, 2)
+    assert policy.cooled == [rows.tolist()]
+    assert policy.told[1:] == [(list(range(48)), 2)]
