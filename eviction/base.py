@@ -5,20 +5,22 @@ and no clock, and sees neither keys nor bytes: only small integer ids that the c
 chunks, and times that the core passes in. The core re-checks every victim (a leaf, unleased, not
 being written, not below a tenant's minimum); a stale candidate is a no-op. What a policy must get
 right is the order: a chunk may only be named before a chunk of the same chain that is nearer to
-the root if nothing below it is left, so `touch` and `insert` get whole chains.
+the root if nothing below it is left, so `touch` gets whole chains, unless the policy says that it
+needs none (`whole_chains`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvd.native import mypyc_attr
 
+LATELY_NS: Final = 100_000_000  # see `Policy.whole_chains`
 Ghostly = tuple[NDArray[np.uint64], NDArray[np.float64]]  # digests, and a row of numbers for each
 
 
@@ -69,8 +71,17 @@ class Policy(ABC):
 
     @abstractmethod
     def touch(self, chain: Sequence[int], now: int) -> None:
-        """These chunks, in order from root to leaf, were used together. Ids that are not in the
-        policy are passed over. Post: no chunk of the chain precedes its own descendants."""
+        """These chunks, in order from root to leaf, were used together: a whole chain, or the end
+        of one, see `whole_chains`. Ids that are not in the policy are passed over. Post: no chunk
+        precedes its own descendants."""
+
+    def whole_chains(self) -> bool:
+        """Whether each use must be told from the root on: so it is, unless a policy says
+        otherwise. Else of a chain that grows batch by batch only the end is told, where all before
+        it was told less than `LATELY_NS` ago: of a long prompt each chunk once, not once a batch.
+        That is for who keeps descendants first without being told, and to whom two uses so close
+        are one. It does not change in a policy's life."""
+        return True
 
     @abstractmethod
     def victims(self, queue: int, now: int) -> Iterator[int]:

@@ -21,6 +21,7 @@ from math import inf, isinf, nan
 from typing import Final
 
 from kvd.eviction.aside import Aside
+from kvd.eviction.base import LATELY_NS
 from kvd.eviction.residents import ABSENT, Residents
 from kvd.eviction.walk import Walk
 from kvd.native import mypyc_attr
@@ -192,6 +193,11 @@ class LeafPolicy(Residents):
             if 0 <= chunk < known and home[chunk] >= 0:
                 self._use(chunk, time, time - used[chunk] < same_ns)
                 used[chunk] = time
+
+    def whole_chains(self) -> bool:
+        """Not where the end of a chain is the same use as its beginning a moment ago: who has
+        something below it is no candidate, whatever its score."""
+        return self._same_ns < LATELY_NS
 
     def forget(self, chunk: int, *, evicted: bool) -> None:
         if not self.resident(chunk):

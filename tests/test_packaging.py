@@ -45,6 +45,15 @@ def test_every_console_script_has_its_module() -> None:
         assert function
 
 
+def test_where_kvd_is_installed_without_what_it_needs_that_is_named_with_the_same_bounds() -> None:
+    """The engines' environments: numpy comes with the engine."""
+    needed = [one for one in PROJECT["project"]["dependencies"] if not one.startswith("numpy")]
+    sglang = (ROOT / "tests/engines/sglangkit/requirements.txt").read_text().splitlines()
+    assert set(needed) <= set(sglang)
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(f"'{one}'" in makefile for one in needed)
+
+
 def test_the_version_has_one_source() -> None:
     import kvd
 

@@ -7,6 +7,7 @@ was used. A forked child has none of it.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -137,9 +138,11 @@ class ArenaMap:
                 return False
         return self.epoch() == epoch
 
-    def header(self, record: int) -> ChunkHeader:
-        """A record's header. ArenaError if none is there (or it is being written each time)."""
+    def header(self, record: Any) -> ChunkHeader:
+        """A record's header, by any integer: a reference's fields may be numpy's. ArenaError if
+        none is there (or it is being written each time)."""
         self._check_alive()
+        record = operator.index(record)
         if not 0 <= record < self._geometry.records:
             raise ArenaError(f"record {record} is beyond the table's {self._geometry.records}")
         at = self._geometry.record_at(record)

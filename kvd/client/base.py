@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvd.chunk import NO_PARENT, Kind, KVSpec
 from kvd.client.call import Call
@@ -90,7 +90,8 @@ class ClientBase:
             if spec.digest not in self._registered:
                 self.register(spec, timeout_s=timeout_s)
             return spec.digest
-        return spec
+        raw: Any = spec  # a slice of something packed will do
+        return bytes(raw) if isinstance(raw, (bytearray, memoryview)) else spec
 
     # -- for streams and handles ---------------------------------------------------------------
 

@@ -71,15 +71,15 @@ class Client(Storing, Loading, Hinting, Looking):
             group,
             token,
             expected_instance,
-            map_memory,
+            bool(map_memory),  # any truth will do; of a bool a compiler would make sure
             curve,
             trace,
-            public,
+            bool(public),
             namespace,
         )
-        self.public = public
+        self.public = bool(public)
         self.timeout_s = check_timeout(timeout_s)
-        self._memory = Memory(prefault=prefault)
+        self._memory = Memory(prefault=bool(prefault))
         self._specs = {}
         self._registered = set()
         self._channel = Channel(settings, self._specs, self._memory.adopt)

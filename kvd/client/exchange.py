@@ -287,7 +287,7 @@ class Exchange(Waiters):
                 self._give_back(link, message, frame.body, frame.newer)
             return
         link.answered(frame.request)
-        if frame.flags & _ERROR and (self._relinks(link, call, frame) or self._later(call, frame)):
+        if frame.flags & _ERROR and self._refused(link, call, frame):
             return
         call.link = link
         call.raw = frame.body
@@ -296,13 +296,18 @@ class Exchange(Waiters):
         call.frames = payload
         self._finish(call, None)
 
-    def _relinks(self, link: Link, call: Call, frame: Frame) -> bool:
-        """The daemon does not know this session any more: a new one, and the call again."""
+    def _refused(self, link: Link, call: Call, frame: Frame) -> bool:
+        """Whether an error is not this call's answer, or was told it here."""
         try:
             error = decode_error(frame.body)
-        except KvdError as found:
+        except KvdError as found:  # no daemon of ours says that
             self._lose(str(found))
-            return False
+            self._finish(call, found)
+            return True
+        return self._relinks(link, call, frame, error) or self._later(call, error)
+
+    def _relinks(self, link: Link, call: Call, frame: Frame, error: KvdError) -> bool:
+        """The daemon does not know this session any more: a new one, and the call again."""
         handle = isinstance(call.message, HANDLE_REQUESTS)
         if error.code not in _RELINK_CODES or (handle and error.code == ErrorCode.STALE_EPOCH):
             return False
@@ -312,9 +317,8 @@ class Exchange(Waiters):
         self._lose(str(error))
         return not handle and not call.internal
 
-    def _later(self, call: Call, frame: Frame) -> bool:
+    def _later(self, call: Call, error: KvdError) -> bool:
         """The daemon is busy for this tenant: the call again when it says so, if in time."""
-        error = decode_error(frame.body)
         if not isinstance(error, Busy) or not error.retry_after_s:
             return False
         again = time.monotonic_ns() + int(error.retry_after_s * 1e9)

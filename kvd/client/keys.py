@@ -57,15 +57,19 @@ def _pack(value: Hashes, each: int, what: str) -> bytes:
     return data
 
 
-def _join(value: Iterable[bytes], each: int, what: str) -> bytes:
+def _join(value: Iterable[Any], each: int, what: str) -> bytes:
+    """Each may be anything that has bytes: of a `bytes` a compiler would make sure."""
     try:
-        items = list(value)
+        items: list[Any] = list(value)
         for item in items:
             if len(item) != each:
                 raise BadKey(f"{what}: {each} bytes each are due, one has {len(item)}")
-        return b"".join(items)
+        data = b"".join(items)
     except TypeError as error:
         raise BadKey(f"{what}: {each} bytes each are due: {error}") from None
+    if len(data) != each * len(items):  # of wider numbers, which would be several keys
+        raise BadKey(f"{what}: {each} bytes each are due, {len(items)} have {len(data)}")
+    return data
 
 
 def pack_hashes(value: Hashes) -> bytes:

@@ -132,6 +132,14 @@ class Advice:
 
     # -- what it is asked -----------------------------------------------------------------------
 
+    def whole_chains(self) -> bool:
+        """Whether `touch` must be told each use from the root on."""
+        try:
+            return self.policy is not None and self.policy.whole_chains()
+        except BaseException as error:  # noqa: BLE001
+            self.fail("whole_chains", error)
+            return True
+
     def victims(self, queue: int, now: int) -> Iterator[int]:
         """Ends early where the policy fails: `turn` has changed then."""
         return self._named(queue, now, stays=False)

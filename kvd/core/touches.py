@@ -2,7 +2,8 @@
 
 The law of this module: a reply does not wait for recency. A use is noted in a microsecond and told
 after the reply, oldest first, in every tier; what has another chunk in its row by then is passed
-over.
+over. A use is told with all of the chunk's ancestors, but for those that were told of just before
+where no tier's policy needs them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.core.columns import NONE
+from kvd.eviction.base import LATELY_NS
 from kvd.native import named
 
 if TYPE_CHECKING:
     from kvd.core.store import Store
 
 TOUCH_SLICE: Final = 512  # chunks whose recency is applied at once
-LATELY_NS: Final = 100_000_000
 _TIPS: Final = 16
 
 
@@ -99,6 +100,7 @@ class Touches:
                     rest = len(rows) - budget
                     noted.appendleft(Touch(rows[:rest], words[:rest], when, over))
                     rows, here = rows[rest:], here[rest:]
+                self._tips.clear()  # the next use of these takes it back, so it must be told
                 some = rows[here].tolist()
                 budget -= len(some) + 1
                 for advice in (store.policy, *(lower.policy for lower in store.ladder.lowers)):
@@ -115,26 +117,28 @@ class Touches:
 
     def _used(self, row: int, when: int) -> int:
         """Tell of a use of a chunk and its ancestors, but for those that were told of just before:
-        who stores a prompt batch by batch would else pay for all of it with each. How many it is
-        told of."""
+        who stores a prompt batch by batch would else pay for all of it with each. Policies that
+        need whole chains are told all the same. How many it is told of."""
         store, tips = self._store, self._tips
         parent, words = store.chunks.parent, store.chunks.word
+        policies = [store.policy, *(lower.policy for lower in store.ladder.lowers)]
+        whole = any(policy.whole_chains() for policy in policies)
         chain = [row]
         told = when  # when those before were told of, if not now
         at = parent[row]
         while at != NONE:
-            tip = tips.get(at)
+            tip = None if whole else tips.get(at)
             if tip is not None and tip[0] == words[4 * at] and when - tip[1] < LATELY_NS:
                 told = tip[1]
                 del tips[at]
                 break
             chain.append(at)
             at = parent[at]
-        tips[row] = (words[4 * row], told)
-        if len(tips) > _TIPS:
-            del tips[next(iter(tips))]
+        if not whole:
+            tips[row] = (words[4 * row], told)
+            if len(tips) > _TIPS:
+                del tips[next(iter(tips))]
         chain.reverse()
-        store.policy.touch(chain, when)
-        for lower in store.ladder.lowers:
-            lower.policy.touch(chain, when)
+        for policy in policies:
+            policy.touch(chain, when)
         return len(chain)

@@ -43,7 +43,7 @@ class Grant(NamedTuple):
 
 class Access:
     """The rules, with the token files read once at start; and those of tenants, which may change:
-    see `set_tenants`."""
+    see `set_tenants`. A tenant's file is read when the tenant is let in."""
 
     def __init__(
         self,
@@ -58,7 +58,10 @@ class Access:
             (rule.name, _read_token(rule.token_file)) for rule in self._rules if rule.token_file
         ]
         self._writers = frozenset(public_writers)
-        self._files: dict[str, bytes] = {}  # tenants' token files, as they were at start
+        # Tenants' token files as they were when their tenants were let in, and as they were when it
+        # was asked last whether others could be.
+        self._files: dict[str, bytes] = {}
+        self._offered: dict[str, bytes] = {}
         self._tenants: tuple[Tenant, ...] = ()
         self.set_tenants(tenants)
         self._admin_uids = frozenset({os.getuid(), 0, *admin_uids})
@@ -72,23 +75,28 @@ class Access:
             dict.fromkeys([DEFAULT_NAMESPACE, *(rule.name for rule in self._rules), *tenants])
         )
 
-    def read_tokens(self, tenants: Iterable[Tenant]) -> None:
-        """What `set_tenants` needs of these. ConfigError for a token file that can't be used."""
-        for tenant in tenants:
-            if tenant.token_file is not None and tenant.token_file not in self._files:
-                self._files[tenant.token_file] = _read_token(tenant.token_file)
-
     def set_tenants(self, tenants: Iterable[Tenant]) -> None:
         """These are all tenants from now on. ConfigError, and they are not, for a token file that
-        can't be used, and for a member of two namespaces."""
+        can't be used, and for a member of two namespaces; neither after `check` of the same."""
         tenants = tuple(tenants)
-        self.check(tenants)
+        self._files = self._checked(tenants)
+        self._offered = {}
         self._tenants = tenants
 
     def check(self, tenants: Iterable[Tenant]) -> None:
-        """Whether these could be all tenants. ConfigError as for `set_tenants`."""
-        tenants = tuple(tenants)
-        self.read_tokens(tenants)
+        """Whether these could be all tenants. ConfigError as for `set_tenants`: what is in a file
+        by the next time counts then."""
+        self._offered = {}
+        self._offered = self._checked(tuple(tenants))
+
+    def _checked(self, tenants: tuple[Tenant, ...]) -> dict[str, bytes]:
+        """The token files of these. ConfigError."""
+        files: dict[str, bytes] = {}
+        for tenant in tenants:
+            path = tenant.token_file
+            if path is not None:
+                known = self._files.get(path) or self._offered.get(path)
+                files[path] = known or _read_token(path)
         members = _Members()
         for name, token in self._tokens:
             members.add("token", token_digest(token), name)
@@ -100,10 +108,11 @@ class Access:
         for tenant in tenants:
             for key in tenant.curve_keys:
                 members.add("CURVE key", key, tenant.name)
-            held = self._files.get(tenant.token_file or "")
-            files = () if held is None else (token_digest(held),)
-            for digest in (*files, *tenant.token_sha256):
+            held = files.get(tenant.token_file or "")
+            own = () if held is None else (token_digest(held),)
+            for digest in (*own, *tenant.token_sha256):
                 members.add("token", digest, tenant.name)
+        return files
 
     def grant(self, peer: Peer, token: bytes | None, wanted: str | None = None) -> Grant:
         """The namespace and role of a peer. `wanted`: `public`, for who may write there. AuthError

@@ -4,7 +4,8 @@ The law of this module: a connection is a session's life. It is told from outsid
 kernel says (SO_PEERCRED, SO_PEERGROUPS), answered once, and then only held open: the process's
 pidfd or the connection's end, whichever comes first, is its death. (With a forked child alive the
 connection does not end when the parent is killed; the pidfd fires at once.) Nothing here blocks,
-and a peer that says nothing is dropped after a few seconds.
+and a peer that says nothing is dropped after a few seconds: nobody whose word lies here unread,
+because the loop was busy, is taken for one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from kvd.errors import KvdError, LimitExceeded, ProtocolError
@@ -41,6 +43,7 @@ MAX_WAITING = 256  # connections that have not attached yet
 ACCEPTS_A_TURN = 64
 DESCRIPTORS = 4  # that a client takes
 SILENT_S = 0.1  # who means to attach says so at once
+ASKED = 16  # of the oldest, whether they said something that was not heard yet
 GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
@@ -140,11 +143,12 @@ class AttachServer:
     def _make_room(self) -> bool:
         """Whether those that say nothing could make room for one that may have something to say."""
         before = time.monotonic() - SILENT_S
-        oldest = list(self._waiting.values())[:DESCRIPTORS]
-        if len(oldest) < DESCRIPTORS or oldest[-1].since_s > before:
+        oldest = [c for c in islice(self._waiting.values(), ASKED) if c.since_s <= before]
+        silent = _silent(oldest)[:DESCRIPTORS]
+        if len(silent) < DESCRIPTORS:
             return False
-        for silent in oldest:
-            self.drop(silent)
+        for connection in silent:
+            self.drop(connection)
         return True
 
     def _refuse_one(self) -> None:
@@ -166,7 +170,11 @@ class AttachServer:
             sock.close()
             return
         if len(self._waiting) >= MAX_WAITING:
-            self.drop(next(iter(self._waiting.values())))
+            oldest = next(iter(self._waiting.values()))
+            if _silent([oldest]):
+                self.drop(oldest)
+            else:
+                self._heard(oldest, select.EPOLLIN)
         connection = Connection(sock, peer, time.monotonic())
         descriptor = sock.fileno()
         self._waiting[descriptor] = connection
@@ -229,10 +237,19 @@ class AttachServer:
             self._host.lost(session, why)
 
     def _drop_silent(self, now_s: float) -> None:
-        for connection in list(self._waiting.values()):
-            if now_s - connection.since_s > HELLO_S:
-                self._host.attach_failed(ProtocolError("no attach message came"))
-                self.drop(connection)
+        late = [c for c in self._waiting.values() if now_s - c.since_s > HELLO_S]
+        for connection in _silent(late):
+            self._host.attach_failed(ProtocolError("no attach message came"))
+            self.drop(connection)
+
+
+def _silent(connections: Sequence[Connection]) -> list[Connection]:
+    """Those of which nothing lies here unread."""
+    poll = select.poll()
+    for connection in connections:
+        poll.register(connection.sock, select.POLLIN)
+    said = {descriptor for descriptor, _ in poll.poll(0)}
+    return [connection for connection in connections if connection.sock.fileno() not in said]
 
 
 def _peer_of(sock: socket.socket) -> Peer:

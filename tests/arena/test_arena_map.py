@@ -36,7 +36,7 @@ def test_both_sides_see_the_same_bytes(open_arena: Open) -> None:
     view = client.view(ref)
     view[:] = b"hello"
     assert bytes(owner.view[ref.offset : ref.offset + 5]) == b"hello"
-    assert client.header(18) == HEADER
+    assert client.header(18) == client.header(np.uint32(18)) == HEADER
     assert client.generations(np.array([18, 19])).tolist() == [7, 0]
     packed = unpack_refs(pack_refs([ref]))
     assert bytes(client.view(packed[0])) == b"hello"

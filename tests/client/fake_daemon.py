@@ -346,6 +346,8 @@ class FakeDaemon:
         verdict = self.script(seen)
         if isinstance(verdict, KvdError):
             reply = fail(verdict)
+        elif isinstance(verdict, bytes):  # an error with this body
+            reply = answer(verdict, int(FrameFlag.ERROR))
         else:
             try:
                 result, frames = self._carry_out(message, payload)

@@ -454,6 +454,26 @@ def test_a_daemon_that_answers_garbage_is_a_typed_error(fake: FakeDaemon, garbag
         client.info()
 
 
+@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x91\xa2ok", b"\x92\x01"])
+def test_an_error_that_can_not_be_read_ends_its_call_and_the_session(
+    fake: FakeDaemon, client: Client, garbage: bytes
+) -> None:
+    """And is raised to nobody else: neither who holds something back, nor who asks anew."""
+    handle = stored(client, 1)
+    fake.script = only(m.Stat, garbage)
+    call = client.submit(m.Stat())
+
+    def ended() -> bool:
+        client.flush()
+        return call.done
+
+    eventually(ended)
+    with pytest.raises(ProtocolError):
+        call.result()
+    assert client.lookup(handle, keys(1)).leading == 1
+    assert client.counters.links == 2 and client.counters.lost == 1
+
+
 def test_errors_of_a_request_leave_the_session_as_it_is(fake: FakeDaemon, client: Client) -> None:
     handle = stored(client, 1)
     for error in (Draining("ends"), UnknownHandle("no"), ProtocolError("bad")):

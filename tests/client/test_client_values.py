@@ -13,7 +13,14 @@ from fake_daemon import SLOT, FakeDaemon, keys, make_spec
 from kvd.chunk import Outcome
 from kvd.client import Client
 from kvd.client.copies import copy_into, copy_out
-from kvd.client.keys import pack_items, pack_numbers, whole
+from kvd.client.keys import (
+    pack_digests,
+    pack_fingerprints,
+    pack_hashes,
+    pack_items,
+    pack_numbers,
+    whole,
+)
 from kvd.errors import BadKey, ConfigError, KvdError, LimitExceeded
 from kvd.wire import messages as m
 
@@ -107,6 +114,42 @@ def test_a_bad_argument_is_a_typed_error_and_the_client_goes_on(
 def test_what_is_no_hash_is_a_bad_key(client: Client, hashes: Any) -> None:
     with pytest.raises(BadKey):
         client.lookup(client.register(make_spec()), hashes)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [bytearray, memoryview, np.bytes_, lambda raw: np.frombuffer(raw, np.uint8)],
+    ids=["bytearray", "memoryview", "bytes_", "array"],
+)
+def test_whatever_has_the_bytes_of_a_key_is_one(kind: Callable[[bytes], Any]) -> None:
+    """Side by side with others, too: rows of an array, slices of a packed one."""
+    plain = [bytes([n]) * 32 for n in range(1, 4)]
+    mixed = [kind(plain[0]), plain[1], kind(plain[2])]
+    assert pack_hashes(mixed) == b"".join(plain)
+    assert pack_hashes(iter(mixed)) == b"".join(plain)  # type: ignore[arg-type]
+    prints = [kind(one[:16]) for one in plain]
+    assert pack_digests(prints) == pack_fingerprints(prints, 3) == b"".join(x[:16] for x in plain)
+    with pytest.raises(BadKey, match="32 bytes each are due, one has 16"):
+        pack_hashes(prints)
+
+
+def test_rows_of_wider_numbers_are_no_keys() -> None:
+    with pytest.raises(BadKey, match="hashes: 32 bytes each are due, 2 have 256"):
+        pack_hashes(list(np.zeros((2, 32), np.int32)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mapped", [1, 0, np.bool_(True), np.bool_(False)], ids=repr)
+def test_any_truth_is_a_switch(fake: FakeDaemon, mapped: Any) -> None:
+    with Client(fake.socket, map_memory=mapped, public=mapped, prefault=mapped) as client:
+        client.register(make_spec())
+        key, data = keys(1), bytes(range(256)) * (SLOT // 256)
+        digest: Any = memoryview(make_spec().digest)
+        assert client.store_chunks(make_spec(), key, None, [data], seal=mapped) == [Outcome.OK]
+        came = bytearray(SLOT)
+        said = client.load_chunks(digest, key, [came], every=mapped, verify=mapped)
+        assert said == [Outcome.OK] and came == data
+        assert client.get(digest, key[0]) == data
+        assert client.info().maps_memory is bool(mapped) and client.public is bool(mapped)
 
 
 NO_SPANS = [math.inf, -math.inf, math.nan, 1e99, -1, 10**400, "5", b"5", [5], 2_592_001]

@@ -62,6 +62,21 @@ def test_a_use_takes_it_back(policy: str) -> None:
     assert left(client, 3) == 8
 
 
+def test_a_use_right_after_takes_it_back_of_all_above() -> None:
+    """What policies were told of just before the hint is told them again after it."""
+    made, client = full("default")
+    keys = chain("a", 8)
+    client.store(ONE, keys[:4])
+    made.now += S // 100
+    assert hint(client, keys[:4], HintKind.PRIORITY).taken == 4
+    made.now += S // 100
+    client.store(ONE, keys[4:], parent=keys[3], index0=4)
+    made.settle()
+    made.open(admin=True).evict(Selector(keys=tuple(keys[3:])))
+    client.store(ONE, chain("b", 8))
+    assert left(client, "a") == 3
+
+
 def test_a_use_before_the_hint_is_no_use_after_it() -> None:
     """Uses are told to the policy after the reply; a hint waits for its turn among them."""
     made, client = full()

@@ -14,7 +14,7 @@ from kvd.eviction.base import Policy
 from kvd.eviction.lru import Lru
 
 SLOTS = 128  # of 8 KiB
-METHODS = ("insert", "touch", "victims", "forget")
+METHODS = ("insert", "touch", "whole_chains", "victims", "forget")
 
 
 class Newest(Policy):
@@ -38,6 +38,10 @@ class Newest(Policy):
 
     def touch(self, chain: Sequence[int], now: int) -> None:
         self.may("touch")
+
+    def whole_chains(self) -> bool:
+        self.may("whole_chains")
+        return super().whole_chains()
 
     def victims(self, queue: int, now: int) -> Iterator[int]:
         self.may("victims")

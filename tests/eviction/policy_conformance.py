@@ -19,7 +19,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from kvd.eviction.base import Policy
+from kvd.eviction.base import LATELY_NS, Policy
 from kvd.eviction.leaves import LeafPolicy
 
 S = 1_000_000_000
@@ -295,6 +295,16 @@ class PolicyConformance:
         kept = {name[1] for name in cache.row if name[0] == "long"}  # type: ignore[index]
         assert kept == set(range(len(kept)))
         assert cache.prefix_closed()
+
+    def test_a_chain_that_is_told_as_the_policy_wants_it_is_named_from_its_leaf(self) -> None:
+        """Where no whole chains are needed, of a chain that grows only the end is told."""
+        policy = self.make()
+        for chunk in range(40):
+            insert(policy, chunk, S + chunk * LATELY_NS // 40, parent=chunk - 1)
+            if chunk % 10 == 9:
+                first = 0 if policy.whole_chains() else chunk - 9
+                policy.touch(range(first, chunk + 1), S + chunk * LATELY_NS // 40)
+        assert list(policy.victims(0, 2 * S)) == list(range(39, -1, -1))
 
     def test_branches_go_before_what_they_share(self) -> None:
         policy = self.make()

@@ -64,9 +64,11 @@ class Host:
 
 
 class Running:
-    """The loop in a thread of its own, as the daemon's main thread would run it."""
+    """The loop in a thread of its own, as the daemon's main thread would run it. `busy`: held while
+    it does something else."""
 
     def __init__(self, path: str) -> None:
+        self.busy = threading.Lock()
         self.path = path
         self.host = Host()
         self.loop = Loop()
@@ -80,6 +82,8 @@ class Running:
     def _run(self) -> None:
         while not self.stop:
             self.loop.turn(20)
+            with self.busy:
+                pass
 
     def close(self) -> None:
         self.stop = True
@@ -217,6 +221,59 @@ def test_too_many_waiting_connections_push_out_the_oldest(
     socks = [dial(running.path) for _ in range(6)]
     assert gone(socks[0], 5) and gone(socks[1], 5)
     assert not gone(socks[5], 0.2)
+    for sock in socks:
+        sock.close()
+
+
+@pytest.mark.parametrize("limit", ["descriptors", "waiting", "time"])
+def test_who_has_spoken_is_not_silent_because_the_loop_was_busy(
+    running: Running, monkeypatch: pytest.MonkeyPatch, eventually, limit: str
+) -> None:
+    """The listener may be heard before those whose word has come."""
+    socks = [dial(running.path) for _ in range(4)]
+    eventually(lambda: len(running.server) == 4)
+    with running.busy:
+        time.sleep(0.05)  # the turn under way
+        for sock in socks:
+            sock.send(encode_attach(REQUEST))
+        socks.append(dial(running.path))
+        if limit == "descriptors":
+            monkeypatch.setattr(attach_module, "SILENT_S", 0.0)
+            monkeypatch.setattr(running.server, "_most", 0)
+        elif limit == "waiting":
+            monkeypatch.setattr(attach_module, "MAX_WAITING", 4)
+        else:
+            monkeypatch.setattr(attach_module, "HELLO_S", -1.0)
+        if limit == "time":
+            running.server._drop_silent(time.monotonic())
+        else:
+            running.server._accept(select.EPOLLIN)
+        monkeypatch.undo()
+    for sock in socks[:4]:
+        for descriptor in attach_answer(sock)[1]:
+            os.close(descriptor)
+    assert gone(socks[4], 0.2) is (limit == "descriptors")
+    assert running.host.failed == []
+    for sock in socks:
+        sock.close()
+
+
+def test_who_says_nothing_makes_room_for_others(
+    running: Running, monkeypatch: pytest.MonkeyPatch, eventually
+) -> None:
+    socks = [dial(running.path) for _ in range(5)]
+    eventually(lambda: len(running.server) == 5)
+    with running.busy:
+        time.sleep(0.05)
+        socks[1].send(encode_attach(REQUEST))
+        monkeypatch.setattr(attach_module, "SILENT_S", 0.0)
+        monkeypatch.setattr(running.server, "_most", 0)
+        socks.append(dial(running.path))
+        running.server._accept(select.EPOLLIN)
+        monkeypatch.undo()
+    for descriptor in attach_answer(socks[1])[1]:
+        os.close(descriptor)
+    assert [gone(sock, 0.2) for sock in socks] == [True, False, True, True, True, False]
     for sock in socks:
         sock.close()
 

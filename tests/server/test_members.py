@@ -110,6 +110,25 @@ def test_a_tenant_that_is_added_takes_nobody_from_another(folder: Path) -> None:
         assert daemon.restart().poll() is None
 
 
+def test_another_token_in_the_file_of_who_was_refused_lets_it_in(folder: Path) -> None:
+    """What was read of it to be refused is not kept; nor is that of who was taken away."""
+    config = RULES.format(a="uids = [70]", b=f'token_file = "{folder}/one"')
+    file = folder / "two"
+    with DaemonProcess(arena_size="16MiB", config=config) as daemon:
+        with Client(daemon.socket) as client:
+            with pytest.raises(BadKey, match="two namespaces"):
+                client.tenant("add", "new", {"token_file": str(file)})
+            file.write_text("another-" + TOKEN)
+            client.tenant("add", "new", {"token_file": str(file)})
+            with Client(daemon.socket, token=file.read_bytes()) as member:
+                assert member.info().namespace == "new"
+            client.tenant("remove", "new", {})
+            file.write_text("a-third-" + TOKEN)
+            client.tenant("add", "new", {"token_file": str(file)})
+            with Client(daemon.socket, token=file.read_bytes()) as member:
+                assert member.info().namespace == "new"
+
+
 @pytest.mark.parametrize("value", [0, os.getgid(), "0", "root"])
 def test_the_admins_group_is_a_name_or_a_number_in_either_form(folder: Path, value: object) -> None:
     file = folder / "kvd.toml"
