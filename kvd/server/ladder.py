@@ -193,11 +193,12 @@ class Ladder:
 
     def add(self, action: Any) -> None:
         """Take an action; `flush` hands it over."""
-        self._jobs[action.tier].append(self._job(action))
+        job = self._job(action)
+        if isinstance(job, t.Write) and self._owed[action.tier].holds(job):
+            return
+        self._jobs[action.tier].append(job)
 
     def _job(self, action: Any) -> t.Job:
-        if isinstance(action, ac.TierWrite) and self._owed[action.tier].any:
-            self._owed[action.tier].written(t.Key.of(action.header))
         if isinstance(action, ac.TierWrite) and action.kept:
             return t.Write(action, action.header, self._kept.pop(action.kept), action.deadline)
         if isinstance(action, ac.TierWrite):
@@ -287,6 +288,9 @@ class Ladder:
         else:
             if isinstance(token, ac.TierWrite) and done.answer in UNPAID:
                 self._look_later(token.tier)
+            if isinstance(token, ac.TierWrite) and self._owed[token.tier].any:
+                there = done.answer in (t.Answer.OK, t.Answer.EXISTS)
+                self._owed[token.tier].written(t.Key.of(token.header), there=there)
             if self.completed is not None:
                 self.completed(token, done)
             self.feed(self._event(token, done))
@@ -301,7 +305,9 @@ class Ladder:
         action = done.job.token
         if not isinstance(action, ac.TierDelete):
             assert isinstance(action, tuple)
-            action[0].answered(done, time.monotonic_ns())
+            held = action[0].answered(done, time.monotonic_ns())
+            if held:
+                self.tiers[self._owed.index(action[0])].submit(held)
             return
         if done.answer in UNPAID:
             assert isinstance(done.job, t.Delete)
@@ -336,6 +342,10 @@ class Ladder:
                 due = self._owed[number].due(time.monotonic_ns(), within)
                 if due:
                     tier.submit(due)
+            if self._owed[number].any:
+                for job in self._owed[number].late(time.monotonic_ns()):
+                    detail = "its deadline passed before a deletion that is owed was over"
+                    self.completions.put(t.Completion(job, t.Answer.TIMEOUT, detail=detail))
 
     # -- for operators --------------------------------------------------------------------------
 
