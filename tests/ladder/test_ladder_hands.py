@@ -7,6 +7,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -303,3 +304,32 @@ def test_who_waits_for_an_owed_deletion_is_answered_at_its_deadline(
     elsewhere.go_on.set()
     until(remote, lambda: not remote.ladder._owed[0].any)
     assert not elsewhere.at
+
+
+def test_what_is_to_be_taken_back_is_looked_for_until_nothing_is_left(
+    remote: Hands, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without traffic; a probe that fails is not the last one."""
+    monkeypatch.setattr("kvd.server.ladder.LOOK_NS", 1_000_000)
+    until(remote, lambda: remote.ladder._look_at[0] > 0)
+    elsewhere.left, elsewhere.fails = 8, 2
+    until(remote, lambda: not elsewhere.left)
+    assert elsewhere.probes == [8, 8, 8, 5, 2]
+    until(remote, lambda: remote.ladder._look_at[0] != t.NEVER)
+    time.sleep(0.05)
+    remote.ladder.drain()
+    assert len(elsewhere.probes) == 5, "nothing is left, nothing is asked"
+
+
+def test_what_can_not_be_taken_back_is_looked_for_less_and_less(
+    remote: Hands, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.server.ladder.LOOK_NS", 1_000_000)
+    monkeypatch.setattr("kvd.server.ladder.LOOK_MOST_NS", 60_000_000)
+    elsewhere.left, elsewhere.fails = 8, 1000
+    times: list[float] = []
+    for n in range(1, 9):
+        until(remote, lambda n=n: len(elsewhere.probes) >= n)  # type: ignore[misc]
+        times.append(time.monotonic())
+    pauses = [b - a for a, b in pairwise(times)]
+    assert pauses[-1] > 0.05 and sum(pauses) > 0.12
