@@ -14,6 +14,12 @@ from kvd.tiers.base import Answer, Probe, State
 from kvd.tiers.s3.objects import name_of
 
 
+@pytest.fixture(autouse=True)
+def not_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, nothing is taken back before a test wants it to be."""
+    monkeypatch.setattr("kvd.tiers.s3.doubts.SETTLED_NS", 1 << 62)
+
+
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What may have been written is looked for without a pause."""
