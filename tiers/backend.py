@@ -37,6 +37,14 @@ class Refused(Exception):
         self.permanent = permanent
 
 
+class Unsure(Refused):
+    """A write that was refused, or not answered, and may have been carried out all the same."""
+
+    @classmethod
+    def of(cls, refused: Refused) -> Unsure:
+        return cls(refused.answer, refused.reason, refused.detail, permanent=refused.permanent)
+
+
 def failed(reason: Reason, detail: str, *, permanent: bool = False) -> Refused:
     return Refused(Answer.FAILED, reason, detail, permanent=permanent)
 
@@ -77,7 +85,8 @@ class Backend(ABC):
 
     @abstractmethod
     def probe(self, deadline: int, *, write: bool) -> ProbeReport:
-        """See whether reading (and `write`: writing) works now. Refused if not."""
+        """See whether reading (and `write`: writing) works now. Refused if not. What it does
+        besides, to tidy up, is over by the deadline, and never makes it fail."""
 
     @abstractmethod
     def put(self, key: Key, header: ChunkHeader, source: memoryview, deadline: int) -> Stored:
@@ -109,6 +118,12 @@ class Backend(ABC):
 
     @abstractmethod
     def usage(self) -> Usage: ...
+
+    @property
+    def untidy(self) -> int:
+        """How much of what was begun, and never ended, could be taken back now: a `probe` with
+        `write` takes some of it back. From any thread."""
+        return 0
 
     def to_empty(self, length: int) -> tuple[Place, ...]:
         return ()

@@ -357,6 +357,12 @@ class Tier(ABC):
     @abstractmethod
     def usage(self) -> Usage: ...
 
+    @property
+    def untidy(self) -> int:
+        """How much of what was begun here, and never ended, could be taken back now: some of it is
+        by each Probe. From any thread."""
+        return 0
+
     @abstractmethod
     def stat(self) -> TierStat: ...
 

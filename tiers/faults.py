@@ -222,6 +222,10 @@ class FaultyBackend(Backend):
     def usage(self) -> Usage:
         return self.below.usage()
 
+    @property
+    def untidy(self) -> int:
+        return self.below.untidy
+
     def to_empty(self, length: int) -> tuple[Place, ...]:
         return self.below.to_empty(length)
 

@@ -403,6 +403,10 @@ class PooledTier(Tier):
     def usage(self) -> Usage:
         return self.backend.usage()
 
+    @property
+    def untidy(self) -> int:
+        return self.backend.untidy
+
     def stat(self) -> TierStat:
         meter, report = self.meter, self._healing.report
         with self._lock:

@@ -39,7 +39,9 @@ RECOVER_S = 0.2  # between looks at a tier that is away and has still to tell wh
 RECOVER_AGAIN_S = 5.0
 JOIN_S = 2.0
 GIVE_WAY_S = 0.0005  # at most, for a worker to begin what it was given
-LOOK_NS = 6 * NS  # after a failed write: longer than a backend waits for what was given up
+LOOK_NS = NS  # between looks at what a tier has to take back, while that helps
+LOOK_MOST_NS = 30 * NS
+LOOK_WITHIN_S = 6.0
 WATCH_S = 0.2  # how late a tier's change of health is noticed where no completion tells of it
 
 
@@ -85,7 +87,8 @@ class Ladder:
         self._kept: dict[int, t.Buffer] = {}  # by job: payloads on their way to another tier
         self._probes: dict[object, Callable[[t.Completion], None]] = {}
         self._owed: list[Owed] = []
-        self._look_at: dict[int, int] = {}  # tier -> when to see what became of a failed write
+        self._look_at = [0 for _ in plans]  # when to see what a tier has to take back
+        self._look_ns = [LOOK_NS for _ in plans]
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -193,11 +196,12 @@ class Ladder:
 
     def add(self, action: Any) -> None:
         """Take an action; `flush` hands it over."""
-        self._jobs[action.tier].append(self._job(action))
+        job = self._job(action)
+        if isinstance(job, t.Write) and self._owed[action.tier].holds(job):
+            return
+        self._jobs[action.tier].append(job)
 
     def _job(self, action: Any) -> t.Job:
-        if isinstance(action, ac.TierWrite) and self._owed[action.tier].any:
-            self._owed[action.tier].written(t.Key.of(action.header))
         if isinstance(action, ac.TierWrite) and action.kept:
             return t.Write(action, action.header, self._kept.pop(action.kept), action.deadline)
         if isinstance(action, ac.TierWrite):
@@ -285,23 +289,20 @@ class Ladder:
             self.feed(self._event(token, done))
             self._kept.pop(token.job, None)  # not wanted any more
         else:
-            if isinstance(token, ac.TierWrite) and done.answer in UNPAID:
-                self._look_later(token.tier)
+            if isinstance(token, ac.TierWrite) and self._owed[token.tier].any:
+                there = done.answer in (t.Answer.OK, t.Answer.EXISTS)
+                self._owed[token.tier].written(t.Key.of(token.header), there=there)
             if self.completed is not None:
                 self.completed(token, done)
             self.feed(self._event(token, done))
-
-    def _look_later(self, number: int) -> None:
-        """Media that are elsewhere may have carried out what they did not answer. Their backends
-        take it back when a probe, or the next write, says that they work."""
-        if self.tiers[number].by_key:
-            self._look_at.setdefault(number, time.monotonic_ns() + LOOK_NS)
 
     def _deleted(self, done: t.Completion) -> None:
         action = done.job.token
         if not isinstance(action, ac.TierDelete):
             assert isinstance(action, tuple)
-            action[0].answered(done, time.monotonic_ns())
+            held = action[0].answered(done, time.monotonic_ns())
+            if held:
+                self.tiers[self._owed.index(action[0])].submit(held)
             return
         if done.answer in UNPAID:
             assert isinstance(done.job, t.Delete)
@@ -318,7 +319,8 @@ class Ladder:
         return ev.TierWritten(action.job, answer, *done.place, done.room, empty)
 
     def watch(self, now: float = 0.0) -> None:
-        """Tell the core whose health has changed."""
+        """Tell the core whose health has changed, and have done what is left to do."""
+        at = time.monotonic_ns()
         for number, tier in enumerate(self.tiers):
             told = (tier.readable, tier.writable)
             if told != self._told[number]:
@@ -328,14 +330,36 @@ class Ladder:
                     )
                 self._told[number] = told
                 self.feed(ev.TierState(number, *told))
-            if tier.writable and self._look_at.get(number, t.NEVER) <= time.monotonic_ns():
-                del self._look_at[number]
-                self.probe(number, lambda done: None, LOOK_NS / NS)
+            if tier.writable and self._look_at[number] <= at:
+                self._look(number, at)
             if tier.writable and self._owed[number]:
                 within = self.plans[number].config.write_ns
-                due = self._owed[number].due(time.monotonic_ns(), within)
+                due = self._owed[number].due(at, within)
                 if due:
                     tier.submit(due)
+            if self._owed[number].any:
+                for job in self._owed[number].late(at):
+                    detail = "its deadline passed before a deletion that is owed was over"
+                    self.completions.put(t.Completion(job, t.Answer.TIMEOUT, detail=detail))
+
+    def _look(self, number: int, now: int) -> None:
+        """Media that are elsewhere may have carried out what they did not answer, and nobody knows
+        of it. A probe has it taken back: again and again, until nothing is left."""
+        tier = self.tiers[number]
+        left = tier.untidy
+        if not left:
+            self._look_at[number] = now + LOOK_NS
+            self._look_ns[number] = LOOK_NS
+            return
+
+        def looked(done: t.Completion) -> None:
+            helped = done.answer is t.Answer.OK and tier.untidy < left
+            pause = LOOK_NS if helped else min(2 * self._look_ns[number], LOOK_MOST_NS)
+            self._look_ns[number] = pause
+            self._look_at[number] = time.monotonic_ns() + pause
+
+        self._look_at[number] = t.NEVER
+        self.probe(number, looked, LOOK_WITHIN_S)
 
     # -- for operators --------------------------------------------------------------------------
 

@@ -2,13 +2,14 @@
 
 The law of this module: what the core has forgotten is deleted in the end, although its medium was
 away: else its bytes would count against the tier's limit until the next start, and that would take
-it up again. What is written anew under its name meanwhile stays. Bounded: beyond it the oldest are
+it up again. What is written anew under its name meanwhile stays: it waits for a deletion that is
+under way, for nothing else orders the two. Bounded: beyond it the oldest are
 given up, and so is what a medium that works has refused several times; `given_up` counts these.
 """
 
 from __future__ import annotations
 
-from kvd.tiers.base import NOWHERE, Answer, Completion, Delete, Key, Place
+from kvd.tiers.base import NOWHERE, Answer, Completion, Delete, Key, Place, Write
 
 __all__ = ["UNPAID", "Owed"]
 
@@ -32,8 +33,8 @@ class Owed:
         self._most = most
         self._tries: dict[tuple[Key, Place], int] = {}  # in the order in which they came
         self.given_up = 0
-        self._under_way = 0
-        self._anew: set[Key] = set()  # written again since those under way were handed over
+        self._under_way: dict[tuple[Key, Place], list[Write]] = {}  # and what waits for each
+        self._anew: dict[Key, int] = {}  # written again, and not answered yet: tries of before
         self._pause = PAUSE_NS
         self._not_before = 0
 
@@ -42,26 +43,58 @@ class Owed:
 
     @property
     def any(self) -> bool:
-        """Whether some wait, or are under way."""
-        return bool(self._tries or self._under_way)
+        """Whether some wait, or are under way, or may come to be owed again."""
+        return bool(self._tries or self._under_way or self._anew)
 
     def add(self, job: Delete, tries: int = 0) -> None:
+        self._add((job.key, NOWHERE if self._by_key else job.place), tries)
+
+    def _add(self, what: tuple[Key, Place], tries: int) -> None:
         if len(self._tries) >= self._most:
             del self._tries[next(iter(self._tries))]
             self.given_up += 1
-        self._tries[job.key, NOWHERE if self._by_key else job.place] = tries
+        self._tries[what] = tries
 
     def notes(self) -> dict[str, int]:
         """What is not 0, for operators."""
         found = {"deletes_owed": len(self), "deletes_given_up": self.given_up}
         return {name: count for name, count in found.items() if count}
 
-    def written(self, key: Key) -> None:
-        """It is written again: where a shard lies under its name, that is not to be deleted."""
-        if self._by_key:
-            self._tries.pop((key, NOWHERE), None)
-            if self._under_way:
-                self._anew.add(key)
+    # -- what is written anew -------------------------------------------------------------------
+
+    def holds(self, job: Write) -> bool:
+        """It is written again: where a shard lies under its name, that is not to be deleted. True:
+        that is under way, and would hit what is written now; the job stays here until `answered` or
+        `late` hands it back."""
+        if not self._by_key or not (self._tries or self._under_way):
+            return False
+        what = (Key.of(job.header), NOWHERE)
+        tries = self._tries.pop(what, None)
+        if tries is not None:
+            self._anew[what[0]] = tries
+        held = self._under_way.get(what)
+        if held is None:
+            return False
+        held.append(job)
+        return True
+
+    def late(self, now: int) -> list[Write]:
+        """Of those that stay here, the ones whose deadline has passed: nobody else answers them."""
+        found: list[Write] = []
+        for held in self._under_way.values():
+            late = [job for job in held if job.deadline <= now]
+            for job in late:
+                held.remove(job)
+            found += late
+        return found
+
+    def written(self, key: Key, *, there: bool) -> None:
+        """A write is answered. If it came to nothing, what was to be deleted may lie there yet."""
+        tries = self._anew.pop(key, None)
+        if tries is not None and not there:
+            self._add((key, NOWHERE), tries)
+
+    # -- what is due ----------------------------------------------------------------------------
 
     def due(self, now: int, within: int) -> list[Delete]:
         """Some of them, to be handed to the tier, which says that it works; no more before these
@@ -74,24 +107,23 @@ class Owed:
         ]
         for job in jobs:
             del self._tries[job.key, job.place]
-        self._under_way = len(jobs)
+            self._under_way[job.key, job.place] = []
         return jobs
 
-    def answered(self, done: Completion, now: int) -> None:
-        """One of those that were due."""
+    def answered(self, done: Completion, now: int) -> list[Write]:
+        """One of those that were due; the writes that have waited for it."""
         assert isinstance(done.job, Delete) and isinstance(done.job.token, tuple)
-        self._under_way -= 1
+        held = self._under_way.pop((done.job.key, done.job.place))
         tries = done.job.token[1] + (done.answer is not Answer.OFF)
         if done.answer not in UNPAID:
             self._pause = PAUSE_NS
-        elif done.job.key in self._anew:
-            pass  # what lies there now is not what was to be deleted
+        elif held:
+            self._anew[done.job.key] = tries
         elif tries < TRIES:
             self.add(done.job, tries)
         else:
             self.given_up += 1
-        if not self._under_way:
-            self._anew.clear()
         if not self._under_way and done.answer in UNPAID:
             self._not_before = now + self._pause
             self._pause = min(2 * self._pause, LONGEST_NS)
+        return held

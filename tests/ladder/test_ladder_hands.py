@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import select
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from kvd.server.ladder import Ladder
 from kvd.server.tiers import TierPlan
 from kvd.server.transfers import Transfers
 from kvd.tiers import base as t
+from kvd.tiers.backend import Found, Stored, failed
 from kvd.tiers.memory import MemoryBackend
 from kvd.tiers.pool import PooledTier
 from kvd.tiers.waiting import tenant_of
@@ -38,9 +41,9 @@ def plan(name: str, cursor: Path | None = None) -> TierPlan:
 class Hands:
     """A Ladder, and the events that it feeds."""
 
-    def __init__(self, beside: Path) -> None:
+    def __init__(self, beside: Path, plans: list[TierPlan] | None = None) -> None:
         self.view = bytearray(4 * SIZE)
-        plans = [plan("near", beside.with_name("own-cursor")), plan("far")]
+        plans = plans or [plan("near", beside.with_name("own-cursor")), plan("far")]
         self.ladder = Ladder(plans, memoryview(self.view), beside)
         self.events: list[Any] = []
         self.ladder.feed = self.take
@@ -186,3 +189,147 @@ def test_what_an_engine_waits_for_is_told_first_and_holds_up_the_rest_for_one_on
     ahead = hands.ladder._job(ac.TierRead(4, 0, *name, 0, 0, 0, 8, NEVER, ahead=True))
     loads = [hands.ladder._job(ac.TierRead(n, 0, *name, 0, 0, 0, 8, NEVER)) for n in (5, 6, 7)]
     assert completed(hands, *writes, ahead, *loads) == [5, 1, 6, 2, 7, 3, 4]
+
+
+# -- media that are elsewhere --------------------------------------------------------------------
+
+
+class Elsewhere(MemoryBackend):
+    """Finds by key alone, and has some things to take back."""
+
+    by_key = True
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.at: dict[t.Key, t.Place] = {}
+        self.left = 0
+        self.probes: list[int] = []
+        self.fails = 0
+        self.go_on = threading.Event()
+        self.deleting = threading.Event()
+
+    @property
+    def untidy(self) -> int:
+        return self.left
+
+    def probe(self, deadline: int, *, write: bool) -> t.ProbeReport:
+        self.probes.append(self.left)
+        if self.fails:
+            self.fails -= 1
+            raise failed(t.Reason.SLOW, "not now")
+        self.left = max(0, self.left - 3)
+        return super().probe(deadline, write=write)
+
+    def put(self, key: t.Key, header: ChunkHeader, source: memoryview, deadline: int) -> Stored:
+        if key not in self.at:
+            self.at[key] = super().put(key, header, source, deadline).place
+        return Stored(t.NOWHERE)
+
+    def get(self, key: t.Key, place: t.Place, into: memoryview, deadline: int) -> Found:
+        return super().get(key, self.at.get(key, place), into, deadline)
+
+    def delete(self, items: Sequence[tuple[t.Key, t.Place]], deadline: int) -> list[t.Answer]:
+        self.deleting.set()
+        assert self.go_on.wait(20)
+        return super().delete([(key, self.at.pop(key, t.NOWHERE)) for key, _ in items], deadline)
+
+
+@pytest.fixture
+def elsewhere() -> Elsewhere:
+    return Elsewhere()
+
+
+@pytest.fixture
+def remote(tmp_path: Path, elsewhere: Elsewhere) -> Iterator[Hands]:
+    far = TierPlan(
+        TierConfig("far", 1 << 20), lambda done: PooledTier("far", elsewhere, done), None
+    )
+    made = Hands(tmp_path / "arena", [far])
+    yield made
+    elsewhere.go_on.set()
+    made.close()
+
+
+def until(hands: Hands, true: Callable[[], object]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end, "it did not come to that"
+        select.select([hands.ladder.completions], [], [], 0.005)
+        hands.ladder.drain()
+
+
+def owed(hands: Hands, elsewhere: Elsewhere, known: ChunkHeader) -> tuple[Any, ...]:
+    """A chunk that lies there, and whose owed deletion is under way."""
+    name = (known.kind, known.namespace_digest, known.spec, known.chunk, 0)
+    assert hands.do(ac.TierWrite(1, 0, known, 0, SIZE, NEVER)).answer is ev.TierAnswer.OK
+    deletion = ac.TierDelete(2, 0, *name, 0, 0, NEVER)
+    job = hands.ladder._job(deletion)
+    hands.ladder.completions.put(t.Completion(job, t.Answer.OFF))
+    until(hands, elsewhere.deleting.is_set)
+    return name
+
+
+def test_what_is_written_anew_waits_for_an_owed_deletion_that_is_under_way(
+    remote: Hands, elsewhere: Elsewhere
+) -> None:
+    """Else it is found to be there, and deleted after that."""
+    payload = b"abcdefgh" * (SIZE // 8)
+    remote.view[:SIZE] = payload
+    known = header(payload)
+    name = owed(remote, elsewhere, known)
+    remote.ladder.add(ac.TierWrite(3, 0, known, 0, SIZE, NEVER))
+    remote.ladder.flush()
+    time.sleep(0.2)
+    remote.ladder.drain()
+    assert not [e for e in remote.events if getattr(e, "job", 0) == 3]
+    elsewhere.go_on.set()
+    assert remote.answer(3).answer is ev.TierAnswer.OK
+    read = remote.do(ac.TierRead(4, 0, *name, 0, 0, SIZE, SIZE, NEVER))
+    assert read.answer is ev.TierAnswer.OK and remote.view[SIZE : 2 * SIZE] == payload
+    assert not remote.ladder._owed[0].any
+
+
+def test_who_waits_for_an_owed_deletion_is_answered_at_its_deadline(
+    remote: Hands, elsewhere: Elsewhere
+) -> None:
+    payload = b"abcdefgh" * (SIZE // 8)
+    remote.view[:SIZE] = payload
+    known = header(payload)
+    owed(remote, elsewhere, known)
+    soon = time.monotonic_ns() + 50_000_000
+    remote.ladder.add(ac.TierWrite(3, 0, known, 0, SIZE, soon))
+    remote.ladder.flush()
+    until(remote, lambda: [e for e in remote.events if getattr(e, "job", 0) == 3])
+    assert remote.answer(3).answer is ev.TierAnswer.TIMEOUT
+    elsewhere.go_on.set()
+    until(remote, lambda: not remote.ladder._owed[0].any)
+    assert not elsewhere.at
+
+
+def test_what_is_to_be_taken_back_is_looked_for_until_nothing_is_left(
+    remote: Hands, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without traffic; a probe that fails is not the last one."""
+    monkeypatch.setattr("kvd.server.ladder.LOOK_NS", 1_000_000)
+    until(remote, lambda: remote.ladder._look_at[0] > 0)
+    elsewhere.left, elsewhere.fails = 8, 2
+    until(remote, lambda: not elsewhere.left)
+    assert elsewhere.probes == [8, 8, 8, 5, 2]
+    until(remote, lambda: remote.ladder._look_at[0] != t.NEVER)
+    time.sleep(0.05)
+    remote.ladder.drain()
+    assert len(elsewhere.probes) == 5, "nothing is left, nothing is asked"
+
+
+def test_what_can_not_be_taken_back_is_looked_for_less_and_less(
+    remote: Hands, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.server.ladder.LOOK_NS", 1_000_000)
+    monkeypatch.setattr("kvd.server.ladder.LOOK_MOST_NS", 60_000_000)
+    elsewhere.left, elsewhere.fails = 8, 1000
+    times: list[float] = []
+    for n in range(1, 9):
+        until(remote, lambda n=n: len(elsewhere.probes) >= n)  # type: ignore[misc]
+        times.append(time.monotonic())
+    pauses = [b - a for a, b in pairwise(times)]
+    assert pauses[-1] > 0.05 and sum(pauses) > 0.12

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from daemon import DaemonProcess
-from fake_s3 import FakeS3, Response, error
+from fake_s3 import FakeS3, Request, Response, error
 from remote_kit import (
     MIB,
     MISS,
@@ -44,7 +44,7 @@ from remote_kit import (
 from servers import Seaweed
 
 from kvd.chunk import Outcome
-from kvd.client import Client
+from kvd.client import Client, Selector
 
 
 @pytest.fixture
@@ -304,6 +304,41 @@ def test_what_lay_in_a_bucket_that_was_away_is_known_and_counted_when_it_is_back
                 assert load(client, handle, chain("kept", 6)) == [OK] * 6
     finally:
         own.stop()
+
+
+def test_all_that_was_written_and_not_answered_goes_without_traffic(fake: FakeS3) -> None:
+    """More than one look takes back, and over more time than it waits for."""
+    silent = [True]
+
+    def mine(name: str) -> bool:
+        return "/c1/" in name and "probe-" not in name
+
+    def some(request: Request) -> str | Response | None:
+        if not silent[0] or not mine(request.key) or request.key[-1] > "5":
+            return None
+        if request.method == "GET":
+            return error(503, "SlowDown")
+        return "reset" if request.method == "PUT" else None
+
+    fake.hook = some
+    with daemon(*on_fake(fake, s3_write="through")) as process, Client(process.socket) as client:
+        handle = client.register(spec(4096))
+        for n in range(8):
+            store(client, handle, chain(n, 8), 4096)
+            until(lambda: not counters(client)["moving"])
+            if len([name for name in fake.objects if mine(name) and name[-1] <= "5"]) > 16:
+                break
+            time.sleep(0.4)
+            healed(client, "s3")
+        client.evict(Selector(everything=True))
+        until(lambda: not counters(client)["moving"])
+        silent[0] = False
+        asked = len([r for r in fake.requests if r.method == "PUT" and mine(r.key)])
+        until(lambda: not any(map(mine, list(fake.objects))), 60)
+        until(lambda: tier(client, "s3")["used_bytes"] == 0)
+        assert tier(client, "s3")["notes"]["taken_back"] > 8
+        puts = len([r for r in fake.requests if r.method == "PUT" and mine(r.key)])
+        assert puts == asked, "there was no traffic"
 
 
 PERMANENT = [

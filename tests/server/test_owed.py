@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.chunk import ChunkHeader, HeaderFlag, Kind, State
 from kvd.server.owed import BATCH, LONGEST_NS, PAUSE_NS, TRIES, UNPAID, Owed
-from kvd.tiers.base import NOWHERE, Answer, Completion, Delete, Key, Place
+from kvd.tiers.base import NOWHERE, Answer, Completion, Delete, Key, Place, Write
 
 
 def delete(number: int, place: Place = NOWHERE) -> Delete:
     key = Key(1, b"n" * 32, b"s" * 32, number.to_bytes(32, "little"), 0)
     return Delete("the core's", key, place)
+
+
+def write(number: int) -> Write:
+    key = delete(number).key
+    header = ChunkHeader(
+        kind=Kind.PREFIX, state=State.READY, namespace_digest=key.namespace, spec=key.spec,
+        chunk=key.chunk, shard_count=1, tokens=16, flags=HeaderFlag.SEALED, length=1,
+    )  # fmt: skip
+    return Write("the core's", header, b"x")
 
 
 def answer(owed: Owed, jobs: list[Delete], answer: Answer, now: int = 0) -> None:
@@ -70,8 +80,25 @@ def test_after_a_failure_there_is_a_pause_that_grows_until_something_went_well()
 def test_what_is_written_anew_under_its_name_stays(by_key: bool, left: int) -> None:
     owed = Owed(by_key=by_key)
     owed.add(delete(1, Place(3, 4)))
-    owed.written(delete(1).key)
+    assert not owed.holds(write(1)) and len(owed) == left
+    owed.written(delete(1).key, there=True)
     assert len(owed) == left
+
+
+def test_what_is_written_anew_waits_for_a_deletion_that_is_under_way() -> None:
+    """Nothing else orders the two: the deletion would be carried out after the write."""
+    owed = Owed(by_key=True)
+    for n in range(2):
+        owed.add(delete(n))
+    jobs = owed.due(0, 1)
+    again = write(0)
+    assert owed.holds(again) and not owed.holds(write(2))
+    assert owed.answered(Completion(jobs[1], Answer.OK), 0) == []
+    assert owed.answered(Completion(jobs[0], Answer.OK), 0) == [again]
+    owed.written(again_key := delete(0).key, there=False)
+    assert not owed.any, "it was deleted"
+    owed.add(delete(0))
+    assert [job.key for job in owed.due(0, 1)] == [again_key], "it may be deleted anew, too"
 
 
 def test_what_is_written_anew_while_its_deletion_fails_stays() -> None:
@@ -80,14 +107,38 @@ def test_what_is_written_anew_while_its_deletion_fails_stays() -> None:
         owed.add(delete(n))
     jobs = owed.due(0, 1)
     assert len(owed) == 0 and owed.any
-    owed.written(delete(0).key)
+    assert owed.holds(write(0))
     answer(owed, jobs, Answer.TIMEOUT)
     assert owed.notes() == {"deletes_owed": 1}
+    owed.written(delete(0).key, there=True)
     jobs = owed.due(LONGEST_NS, 1)
     assert [job.key for job in jobs] == [delete(1).key]
-    owed.add(delete(0))
-    answer(owed, jobs, Answer.OK)
-    assert len(owed) == 1, "it may be deleted anew, too"
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_a_write_that_comes_to_nothing_leaves_the_deletion_owed(under_way: bool) -> None:
+    """Else what was to be deleted would lie there, counted, and nobody would ask again."""
+    owed = Owed(by_key=True)
+    owed.add(delete(1))
+    if under_way:
+        jobs = owed.due(0, 1)
+        assert owed.holds(write(1))
+        answer(owed, jobs, Answer.FAILED)
+    else:
+        assert not owed.holds(write(1))
+    assert len(owed) == 0 and owed.any
+    owed.written(delete(1).key, there=False)
+    assert [job.key for job in owed.due(LONGEST_NS, 1)] == [delete(1).key]
+
+
+def test_who_waits_for_a_deletion_is_answered_at_its_deadline() -> None:
+    owed = Owed(by_key=True)
+    owed.add(delete(1))
+    jobs = owed.due(0, 1)
+    soon, later = write(1)._replace(deadline=5), write(1)
+    assert owed.holds(soon) and owed.holds(later)
+    assert owed.late(4) == [] and owed.late(5) == [soon] and owed.late(5) == []
+    assert owed.answered(Completion(jobs[0], Answer.OK), 6) == [later]
 
 
 def test_beyond_the_bound_the_oldest_are_given_up() -> None:

@@ -2,75 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fake_s3 import FakeS3, Request, Response, element, error
+from s3_kit import MIB, config, on, rig, the_object
 from tiers_kit import CONFIG, Chunk, Rig, chunks, in_
 
 from kvd.errors import ConfigError
-from kvd.tiers.backend import Refused
 from kvd.tiers.base import Answer, Key, Probe, Reason, State
 from kvd.tiers.s3 import S3Backend, S3Config
-from kvd.tiers.s3.mine import Mine
 from kvd.tiers.s3.objects import Body, name_of, owner_of
 from kvd.tools.services import free_ports
 
-MIB = 1 << 20
 GOLDEN = "kvd/c1/33/4b4f4fe9691221d279c3044668a1911090a25dbcbab8779e98c1ea093d3363"
-
-
-@pytest.fixture
-def fake(aws_keys: None, caplog: pytest.LogCaptureFixture) -> Iterator[FakeS3]:
-    caplog.set_level(logging.ERROR, "urllib3")  # a record that is kept keeps its connection open
-    server = FakeS3()
-    yield server
-    server.close()
-
-
-def config(fake: FakeS3, **how: object) -> S3Config:
-    start = S3Config(
-        bucket="bkt", installation="one", limit_bytes=64 * MIB, endpoint=fake.endpoint,
-        addressing="path", concurrency=4, read_timeout_s=0.5, connect_timeout_s=0.5,
-    )  # fmt: skip
-    return start._replace(**how)  # type: ignore[arg-type]
-
-
-def rig(fake: FakeS3, **how: object) -> Rig:
-    return Rig(S3Backend(config(fake, **how)), "s3", CONFIG).start()
-
-
-@pytest.fixture
-def it(fake: FakeS3) -> Iterator[Rig]:
-    rig_ = rig(fake)
-    yield rig_
-    rig_.close()
-
-
-def the_object(fake: FakeS3) -> str:
-    (name,) = fake.objects
-    return name
-
-
-def on(method: str, how: object, times: int | None = None):  # type: ignore[no-untyped-def]
-    """A hook that shapes requests for objects of one method, `times` of them."""
-    left = [times]
-
-    def hook(request: Request) -> object:
-        if request.method != method or "/c1/" not in f"/{request.key}" or "probe-" in request.key:
-            return None
-        if left[0] is not None:
-            if left[0] == 0:
-                return None
-            left[0] -= 1
-        return how
-
-    return hook
 
 
 # -- bodies -------------------------------------------------------------------------------------
@@ -397,102 +345,7 @@ def test_connections_are_kept_and_not_more_than_work_side_by_side(fake: FakeS3) 
     it.close()
 
 
-# -- what is not known -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What may have been written is looked for without a pause."""
-    monkeypatch.setattr("kvd.tiers.s3.backend.SETTLED_NS", 0)
-
-
-@pytest.mark.parametrize("length", [10_000, 17 * MIB])
-@pytest.mark.parametrize("by", ["write", "probe"])
-def test_what_was_written_and_not_answered_counts_and_is_taken_back(
-    fake: FakeS3, it: Rig, at_once: None, length: int, by: str
-) -> None:
-    """Nobody knows that it is there: else it would stay, beside the limit, and be found by the next
-    start although it was evicted here."""
-    chunk = Chunk(1, length)
-
-    def lost(request: Request) -> object:
-        if "range" in request.headers:  # what lies there, as it is asked after a 412 or 404
-            return error(503, "SlowDown")
-        makes = "uploadId" in request.query if request.method == "POST" else length < MIB
-        return "reset" if makes and request.method in ("PUT", "POST") and request.key else None
-
-    fake.hook = lost  # type: ignore[assignment]
-    assert it.one(chunk.write(), 60).answer is Answer.FAILED
-    usage = it.tier.usage()
-    assert the_object(fake) and (usage.chunks, usage.used_bytes) == (0, length + 512)
-    fake.hook = lambda request: None
-    if by == "probe":
-        assert it.one(Probe(None)).answer is Answer.OK
-    else:
-        assert it.one(Chunk(2).write()).answer is Answer.OK
-        assert it.one(Chunk(2).delete()).answer is Answer.OK
-    usage = it.tier.usage()
-    assert not fake.objects and (usage.chunks, usage.used_bytes) == (0, 0)
-    assert it.tier.stat().notes["taken_back"] == 1
-    assert it.one(chunk.write()).answer is Answer.OK
-
-
-def test_what_was_written_and_not_answered_is_ours_once_it_is_written_again(
-    fake: FakeS3, it: Rig, at_once: None
-) -> None:
-    chunk = Chunk(1)
-    fake.hook = on("PUT", "reset")
-    it.one(chunk.write())
-    fake.hook = lambda request: None
-    assert it.one(chunk.write()).answer is Answer.OK
-    assert it.one(Probe(None)).answer is Answer.OK
-    usage = it.tier.usage()
-    assert (usage.chunks, usage.used_bytes) == (1, 10_512)
-    assert it.one(chunk.read()).answer is Answer.OK
-
-
-def test_another_installations_object_is_not_taken_back(
-    fake: FakeS3, it: Rig, at_once: None
-) -> None:
-    other, chunk = rig(fake, installation="two"), Chunk(1)
-    other.one(chunk.write())
-    other.close()
-    fake.hook = on("PUT", "reset")
-    assert it.one(chunk.write()).answer is Answer.FAILED
-    fake.hook = lambda request: None
-    assert it.one(Probe(None)).answer is Answer.OK
-    assert the_object(fake) and it.tier.usage().used_bytes == 0
-
-
-def test_what_is_looked_for_can_not_be_written_and_is_told_once() -> None:
-    mine = Mine(1000)
-    assert mine.begin("a", 400)
-    mine.unsure("a", 400)
-    assert mine.look_for(10**12) is None and mine.look_for(0) == "a" and mine.look_for(0) is None
-    with pytest.raises(Refused, match="taken back"):
-        mine.begin("a", 400)
-    mine.looked("a", gone=False)
-    assert mine.usage().used_bytes == 400 and mine.begin("b", 600)
-    with mine.listing():
-        assert mine.look_for(0) == "a"
-        assert not mine.listed("a", 400, 0.0, ours=True)
-        mine.looked("a", gone=True)
-        assert not mine.listed("a", 400, 0.0, ours=True), "of a page that was read before"
-    assert mine.usage().used_bytes == 600
-
-
-@pytest.mark.parametrize("ended", ["written", "failed", "unsure"])
-def test_what_a_recovery_finds_while_it_is_written_counts_once(ended: str) -> None:
-    mine = Mine(1000)
-    with mine.listing():
-        assert mine.begin("a", 400) and mine.listed("a", 400, 0.0, ours=True)
-        if ended == "unsure":
-            mine.unsure("a", 400)
-        else:
-            mine.end("a", 400, written=ended == "written")
-    assert mine.usage().used_bytes == 400 and mine.look_for(0) is None
-    mine.forget(["a"])
-    assert mine.usage().used_bytes == 0
+# -- unfinished uploads ----------------------------------------------------------------------------
 
 
 def test_an_upload_that_could_not_be_given_back_is_when_the_server_works(
@@ -506,7 +359,8 @@ def test_an_upload_that_could_not_be_given_back_is_when_the_server_works(
     assert it.one(Chunk(1, 17 * MIB).write(), 60).answer is Answer.FAILED
     assert len(fake.uploads) == 1 and it.tier.stat().notes["lost_uploads"] == 1
     fake.hook = lambda request: None
-    assert it.one(Chunk(2).write()).answer is Answer.OK
+    assert it.tier.untidy == 1 and it.one(Probe(None)).answer is Answer.OK
+    assert it.tier.untidy == 0
     assert not fake.uploads and it.tier.stat().notes["aborted_uploads"] == 1
 
 
@@ -530,12 +384,14 @@ def test_an_old_upload_that_is_gone_meanwhile_does_not_keep_the_others(
     fake.hook = hook
     it = rig(fake)
     assert ended == ["0", "1", "2"] and it.tier.stat().notes["aborted_uploads"] == 2
-    it.one(Chunk(1).write())
-    assert len(ended) == 3, "not with each write"
+    assert it.tier.untidy == 0
+    it.one(Probe(None))
+    assert len(ended) == 3, "not with each probe"
     it.close()
     monkeypatch.setattr("kvd.tiers.s3.uploads.STALE_EVERY_NS", 0)
     it = rig(fake)
-    it.one(Chunk(2).write())
+    assert it.tier.untidy == 1
+    it.one(Probe(None))
     assert len(ended) == 9, "and not at a start only"
     it.close()
 

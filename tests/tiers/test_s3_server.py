@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from typing import Any
 
 import pytest
 from servers import Seaweed
 from tiers_kit import CONFIG, Chunk, Rig
 
 from kvd.errors import ConfigError
-from kvd.tiers.base import Answer
+from kvd.tiers.base import Answer, Probe
 from kvd.tiers.s3 import S3Backend, S3Config
 
 MIB = 1 << 20
@@ -118,3 +119,32 @@ def test_uploads_that_nobody_finished_are_aborted_at_start(
     left = {u["Key"] for u in client.list_multipart_uploads(Bucket="kvd").get("Uploads", [])}
     assert name not in left and foreign in left
     client.close()
+
+
+def test_what_is_taken_back_is_deleted_by_its_etag(
+    config: S3Config, seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.tiers.s3.doubts.SETTLED_NS", 0)
+    backend, client = S3Backend(config), seaweed.client()
+    it = Rig(backend, "s3", CONFIG).start()
+    for chunk in (Chunk(1), Chunk(2)):
+        assert it.one(chunk.write()).answer is Answer.OK
+        name = backend._name(chunk.key)
+        backend._mine.forget([name])  # as if it had not been answered
+        assert backend._mine.begin(name, 10_512)
+        backend._mine.unsure(name, 10_512)
+        if chunk.number == 2:  # another's comes between the look and the deletion
+            lies = backend._downloads.lies
+
+            def then(*args: Any, lies: Any = lies, name: str = name) -> Any:
+                there = lies(*args)
+                client.put_object(Bucket="kvd", Key=name, Body=b"another's")
+                return there
+
+            monkeypatch.setattr(backend._downloads, "lies", then)
+        assert it.one(Probe(None)).answer is Answer.OK
+        there = client.list_objects_v2(Bucket="kvd", Prefix=name).get("Contents", [])
+        assert len(there) == chunk.number - 1 and it.tier.usage().used_bytes == 0
+    assert it.tier.stat().notes["taken_back"] == 1 and backend._doubts._by_etag
+    client.close()
+    it.close()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from tiers_kit import CONFIG, Chunk, Rig, chunks
 
 from kvd.errors import ConfigError
 from kvd.tiers.backend import Backend
-from kvd.tiers.base import Answer, Probe, State
+from kvd.tiers.base import NOWHERE, Answer, Probe, State
 from kvd.tiers.redis import Directory, Entry, RedisBackend, RedisConfig
 
 MIB = 1 << 20
@@ -133,6 +134,124 @@ def test_what_was_set_and_not_answered_counts_and_is_taken_back(
     assert len(list(client.scan_iter("kvd:c1:*"))) == left
     assert it.tier.stat().notes["taken_back"] == 1 - left
     client.close()
+    it.close()
+
+
+@pytest.fixture
+def hung(own: Redis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    """A tier with a chunk that was set and not answered, on a server that works again."""
+    import redis
+
+    monkeypatch.setattr("kvd.tiers.redis.backend.SETTLED_NS", 0)
+    it = rig(RedisConfig(own.url, "one", 8 * MIB, timeout_s=0.5))
+    os.kill(own._process.process.pid, signal.SIGSTOP)
+    try:
+        assert it.one(Chunk(1).write()).answer is Answer.FAILED
+    finally:
+        os.kill(own._process.process.pid, signal.SIGCONT)
+    with redis.Redis.from_url(own.url) as client:
+        it.until(lambda: list(client.scan_iter("kvd:c1:*")))
+    assert it.tier.usage().used_bytes == 10_512
+    yield it
+    it.close()
+
+
+def below(it: Rig) -> RedisBackend:
+    backend = it.tier.backend.below  # type: ignore[attr-defined]
+    assert isinstance(backend, RedisBackend)
+    return backend
+
+
+@pytest.mark.parametrize("how", ["full", "no room"])
+def test_a_write_that_surely_failed_says_nothing_of_one_that_may_not_have(
+    hung: Rig, own: Redis, how: str
+) -> None:
+    """Else the first would lie there, uncounted, and not be taken back."""
+    import redis
+
+    with redis.Redis.from_url(own.url) as client:
+        if how == "full":
+            client.config_set("maxmemory", 1)
+        else:
+            below(hung)._mine._limit = 10_511
+        assert hung.one(Chunk(1).write()).answer is Answer.NO_SPACE
+        client.config_set("maxmemory", 0)
+        assert hung.tier.usage().used_bytes == 10_512 and hung.tier.untidy == 1
+        assert hung.one(Probe(None)).answer is Answer.OK
+        assert not list(client.scan_iter("kvd:c1:*")) and hung.tier.usage().used_bytes == 0
+
+
+def test_two_that_take_back_at_once_do_not_take_what_was_stored_in_between(hung: Rig) -> None:
+    """The first has freed its name, it is stored anew, and then the second would delete it."""
+    backend, chunk = below(hung), Chunk(1)
+    delete, asked, go_on = backend._delete_names, [], threading.Event()
+
+    def slow(names: list[bytes]) -> list[int]:
+        asked.append(names)
+        if len(asked) == 1:
+            entered.set()
+            assert first.wait(20)
+        elif names == asked[0]:
+            assert go_on.wait(20)
+        return delete(names)
+
+    entered, first = threading.Event(), threading.Event()
+    backend._delete_names = slow  # type: ignore[method-assign]
+    one, two = (threading.Thread(target=backend._tidy) for _ in range(2))
+    one.start()
+    assert entered.wait(20)
+    two.start()
+    hung.until(lambda: len(asked) == 2 or not two.is_alive())
+    first.set()
+    one.join()
+    assert hung.one(chunk.write()).answer is Answer.OK
+    go_on.set()
+    two.join()
+    backend._delete_names = delete  # type: ignore[method-assign]
+    assert hung.one(chunk.read()).answer is Answer.OK and hung.tier.usage().chunks == 1
+
+
+@pytest.mark.parametrize("by", ["tidy", "delete"])
+def test_what_is_deleted_while_a_recovery_looks_is_not_told(hung: Rig, by: str) -> None:
+    backend, chunk = below(hung), Chunk(1)
+    if by == "delete":
+        assert hung.one(chunk.write()).answer is Answer.OK
+    records = backend._records
+
+    def then(names: list[bytes]) -> Any:
+        found = records(names)
+        if by == "delete":
+            backend.delete([(chunk.key, NOWHERE)], 0)
+        else:
+            backend._tidy()
+        return found
+
+    backend._records = then  # type: ignore[method-assign]
+    assert not hung.recovered()
+    assert (hung.tier.usage().chunks, hung.tier.usage().used_bytes) == (0, 0)
+
+
+def test_what_lies_there_and_can_not_be_asked_may_be_ours(config: RedisConfig) -> None:
+    """It was set by an attempt whose answer was lost, and the next one says that it is there."""
+
+    class Half(RedisBackend):
+        def _set_absent(self, *args: Any) -> bool:
+            assert super()._set_absent(*args)
+            self._client.getrange = self._refuse
+            try:
+                return super()._set_absent(*args)
+            finally:
+                del self._client.getrange
+
+        @staticmethod
+        def _refuse(*args: Any) -> bytes:
+            import redis
+
+            raise redis.ResponseError("NOPERM this user has no permissions to run 'getrange'")
+
+    it = Rig(Half(config), "redis", CONFIG).start()
+    assert it.one(Chunk(1).write()).answer is Answer.FAILED
+    assert it.tier.usage().used_bytes == 10_512
     it.close()
 
 

@@ -2,16 +2,15 @@
 
 The law of this module: written only if absent, deleted only if it is ours, and counted from before
 it is written until it is known not to lie there: what was sent and not answered counts, and is
-deleted when the server works again, for nobody knows that it is there. Nothing is kept beside the
-chunks, so that what a flush, an expiry or an eviction takes leaves nothing behind. Reads are
-verified like every other tier's.
+deleted by a probe when the server works again, for nobody knows that it is there. Nothing is kept
+beside the chunks, so that what a flush, an expiry or an eviction takes leaves nothing behind. Reads
+are verified like every other tier's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,8 +20,9 @@ import numpy as np
 
 from kvd.chunk import HEADER_BYTES, IDENTITY_DTYPE, ChunkHeader, HeaderFlag, State
 from kvd.errors import ConfigError
-from kvd.tiers.backend import Backend, Found, Refused, Stored, failed
+from kvd.tiers.backend import Backend, Found, Refused, Stored, Unsure, failed
 from kvd.tiers.base import NOWHERE, Answer, Key, Place, ProbeReport, Reason, Recovered, Usage
+from kvd.tiers.mine import Mine
 from kvd.tiers.redis.config import RedisConfig, ask, connect, shown
 from kvd.tiers.tally import Tally
 
@@ -62,11 +62,7 @@ class RedisBackend(Backend):
         self._old_accounts = f"{config.prefix}:m1:{self._owner.hex()}"  # of earlier versions
         self._client: Any = None
         self._delete_script: Any = None
-        self._lock = threading.Lock()
-        self._mine: dict[bytes, int] = {}
-        self._unsure: dict[bytes, tuple[int, int]] = {}  # name -> bytes, since when
-        self._looked_at: set[bytes] = set()  # of those, the ones that are being deleted
-        self._used = 0
+        self._mine: Mine[bytes] = Mine(config.limit_bytes)
         self._notes = Tally()
         for name in ("bad_records", "vanished", "taken_back"):
             self._notes.add(name, 0)
@@ -125,56 +121,41 @@ class RedisBackend(Backend):
 
     def put(self, key: Key, header: ChunkHeader, source: memoryview, deadline: int) -> Stored:
         name, nbytes = self._name(key), self.cost(len(source))
-        with self._lock:
-            if name in self._looked_at:
-                raise failed(Reason.CONFLICT, "an earlier write of it is being taken back")
-            self._used -= self._unsure.pop(name, (0, 0))[0]
-            known = self._mine.get(name)
-            if known is None and self._used + nbytes > self._config.limit_bytes:
-                raise Refused(Answer.NO_SPACE, Reason.NONE, "the tier's limit is reached")
-            if known is None:
-                self._used += nbytes
+        begun = self._mine.begin(name, nbytes)
         record = header._replace(session=self._owner, generation=1, epoch=0).pack()
-        written = unsure = False
         try:
-            written = self._set_absent(name, key, header, record, source)
-        except Refused as refused:
-            unsure = known is None and refused.reason in _UNTOLD
+            ours = self._set_absent(name, key, header, record, source)
+        except BaseException as error:
+            if begun:
+                sure = isinstance(error, Refused) and not isinstance(error, Unsure)
+                (self._mine.failed if sure else self._mine.unsure)(name, nbytes)
             raise
-        finally:
-            with self._lock:
-                if known is None and name in self._mine:  # a recovery has found, and counted, it
-                    self._used -= nbytes
-                elif written:
-                    self._mine[name] = nbytes
-                elif unsure:
-                    self._unsure[name] = (nbytes, time.monotonic_ns())
-                elif known is None:
-                    self._used -= nbytes
-        self._tidy()
-        return Stored(NOWHERE, existed=not written)
+        if begun:
+            self._mine.end(name, nbytes, ours=ours)
+        elif not ours:
+            self._vanished(name)
+        return Stored(NOWHERE, existed=not ours)
 
     def _tidy(self) -> None:
         """The server works: delete what may have been written while it did not. What lies there and
         is ours is no chunk that anybody knows of."""
-        with self._lock:
-            before = time.monotonic_ns() - SETTLED_NS
-            due = [name for name, (_, since) in self._unsure.items() if since <= before]
-            due = due[: self.delete_batch]
-            self._looked_at.update(due)
+        before = time.monotonic_ns() - SETTLED_NS
+        due: list[bytes] = []
+        while len(due) < self.delete_batch and (found := self._mine.look_for(before)):
+            due.append(found[0])
         if not due:
             return
-        done: list[int] = []
+        gone = False
         try:
-            done = self._delete_names(due)
+            self._notes.add("taken_back", sum(self._delete_names(due)))
+            gone = True
         except Refused as refused:
             log.info("tier redis: what became of a write is not known yet: %s", refused.detail)
+        except Exception:  # the server works, whatever else does not
+            log.exception("tier redis: what may have been written can't be taken back")
         finally:
-            with self._lock:
-                self._looked_at.difference_update(due)
-                for name in due if done else ():
-                    self._used -= self._unsure.pop(name, (0, 0))[0]
-        self._notes.add("taken_back", sum(done))
+            for name in due:
+                self._mine.looked(name, gone=gone)
 
     def _set_absent(
         self, name: bytes, key: Key, header: ChunkHeader, record: bytes, source: memoryview
@@ -182,8 +163,12 @@ class RedisBackend(Backend):
         client = self._client
         life = int(self._config.ttl_s * 1000) or None
         value = b"".join((record, source))
-        if not ask("SET", lambda: client.set(name, value, nx=True, px=life)):
-            raw = ask("GETRANGE", lambda: client.getrange(name, 0, HEADER_BYTES - 1))
+        try:
+            was_set = ask("SET", lambda: client.set(name, value, nx=True, px=life))
+        except Refused as refused:
+            raise (Unsure.of(refused) if refused.reason in _UNTOLD else refused) from refused
+        if not was_set:
+            raw = self._record(name)
             try:
                 there = ChunkHeader.unpack(raw)
             except ValueError as error:
@@ -195,6 +180,15 @@ class RedisBackend(Backend):
             if there.session != self._owner:
                 return False
         return True
+
+    def _record(self, name: bytes) -> bytes:
+        """Of what was just said to lie there. Unsure if that can't be asked: it may be ours, of an
+        attempt whose answer was lost."""
+        try:
+            raw: bytes = ask("GETRANGE", lambda: self._client.getrange(name, 0, HEADER_BYTES - 1))
+            return raw
+        except Refused as refused:
+            raise Unsure.of(refused) from refused
 
     def get(self, key: Key, place: Place, into: memoryview, deadline: int) -> Found:
         name = self._name(key)
@@ -216,23 +210,14 @@ class RedisBackend(Backend):
 
     def _vanished(self, name: bytes) -> None:
         """Evicted by Redis, expired, or flushed: our accounts follow."""
-        with self._lock:
-            nbytes = self._mine.pop(name, None)
-            if nbytes is not None:
-                self._used -= nbytes
-                self._notes.add("vanished")
+        if self._mine.vanished(name):
+            self._notes.add("vanished")
 
     def delete(self, items: Sequence[tuple[Key, Place]], deadline: int) -> list[Answer]:
         names = [self._name(key) for key, _ in items]
         done = self._delete_names(names)
-        answers = []
-        for name, there in zip(names, done, strict=True):
-            with self._lock:
-                nbytes = self._mine.pop(name, None)
-                if nbytes is not None:
-                    self._used -= nbytes
-            answers.append(Answer.OK if there else Answer.MISS)
-        return answers
+        self._mine.forget(names)
+        return [Answer.OK if there else Answer.MISS for there in done]
 
     def _delete_names(self, names: list[bytes]) -> list[int]:
         """1 for each that lay there and was ours."""
@@ -257,13 +242,16 @@ class RedisBackend(Backend):
             )
         except Refused:
             return  # it is found again, and verified again
-        with self._lock:
-            self._used -= self._mine.pop(name, 0)
+        self._mine.forget([name])
 
     # -- recovery -------------------------------------------------------------------------------
 
     def recover(self) -> Iterator[Recovered]:
         """Every chunk under the prefix whose record holds; ours are counted."""
+        with self._mine.listing():
+            yield from self._listed()
+
+    def _listed(self) -> Iterator[Recovered]:
         client, cursor = self._client, 0
         seen: set[bytes] = set()
         while True:
@@ -310,15 +298,8 @@ class RedisBackend(Backend):
         if not holds:
             self._notes.add("bad_records")
             return None
-        if header.session == self._owner:
-            with self._lock:
-                if name in self._looked_at:
-                    return None
-                self._used -= self._unsure.pop(name, (0, 0))[0]
-                if name not in self._mine:
-                    self._mine[name] = size
-                    self._used += size
-        return raw
+        ours = header.session == self._owner
+        return raw if self._mine.listed(name, size, 0.0, ours=ours) else None
 
     # -- telling --------------------------------------------------------------------------------
 
@@ -329,12 +310,14 @@ class RedisBackend(Backend):
         cost = self.cost(length)
         if cost > min(self._config.limit_bytes, self._config.largest_bytes):
             return -1
-        with self._lock:
-            return max(0, self._config.limit_bytes - self._used) // cost
+        return self._mine.free_bytes // cost
 
     def usage(self) -> Usage:
-        with self._lock:
-            return Usage(self._config.limit_bytes, self._used, self._used, len(self._mine))
+        return self._mine.usage()
+
+    @property
+    def untidy(self) -> int:
+        return self._mine.unsettled(time.monotonic_ns() - SETTLED_NS)
 
     def notes(self) -> dict[str, int]:
         return self._notes.counts()

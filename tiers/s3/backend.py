@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from kvd.chunk import HEADER_BYTES, IDENTITY_DTYPE, ChunkHeader, HeaderFlag, State
 from kvd.errors import ConfigError
-from kvd.tiers.backend import Backend, Found, Refused, Stored, failed
+from kvd.tiers.backend import Backend, Found, Refused, Stored, Unsure, failed
 from kvd.tiers.base import (
     NEVER,
     NOWHERE,
@@ -33,11 +34,12 @@ from kvd.tiers.base import (
     Recovered,
     Usage,
 )
+from kvd.tiers.mine import Mine
 from kvd.tiers.s3.bucket import START_NS, Bucket
-from kvd.tiers.s3.calls import NotThere, PreconditionFailed, Unsure
+from kvd.tiers.s3.calls import AWAY, NotThere, PreconditionFailed
 from kvd.tiers.s3.config import S3Config, check, make_client
+from kvd.tiers.s3.doubts import Doubts
 from kvd.tiers.s3.downloads import Broken, Downloads, There
-from kvd.tiers.s3.mine import Mine
 from kvd.tiers.s3.objects import name_of, owner_of
 from kvd.tiers.s3.uploads import Uploads
 
@@ -48,16 +50,26 @@ MOST_BAD = 4096
 PAGE = 1000
 TOLD = 256  # records in a batch of a recovery
 EXPIRED = 100  # deleted at a time
-TIDIED = 4  # looked for at a time
-SETTLED_NS = 5_000_000_000  # a request that was given up may still be carried out for so long
-_AWAY = {
-    Reason.CREDENTIALS,
-    Reason.NOT_FOUND,
-    Reason.SKEW,
-    Reason.SLOW,
-    Reason.THROTTLED,
-    Reason.UNREACHABLE,
-}
+TIDY_NS = 5_000_000_000  # of a probe, at most
+
+
+class _Lies(Enum):
+    """What lies there after a put that went well."""
+
+    NEW = "new"  # what was written now
+    OURS = "ours"  # what was written before, or by an attempt whose answer was lost
+    THEIRS = "theirs"
+
+
+class _Write:
+    """What is put, and whether some attempt may have worked although none says so."""
+
+    def __init__(self, name: str, record: bytes, source: memoryview, deadline: int) -> None:
+        self.name = name
+        self.record = record
+        self.source = source
+        self.deadline = deadline
+        self.unsure = False
 
 
 class S3Backend(Backend):
@@ -71,7 +83,8 @@ class S3Backend(Backend):
         self._bucket = Bucket(config)
         self._uploads = Uploads(self._bucket)
         self._downloads = Downloads(self._bucket, self._refuse_known)
-        self._mine = Mine(config.limit_bytes, aged=bool(config.ttl_s))
+        self._mine: Mine[str] = Mine(config.limit_bytes, aged=bool(config.ttl_s))
+        self._doubts = Doubts(self._bucket, self._downloads, self._mine, self._owner)
         self._lock = threading.Lock()
         self._bad: OrderedDict[str, str] = OrderedDict()  # name -> ETag that does not hold
 
@@ -110,7 +123,7 @@ class S3Backend(Backend):
             if back != data:
                 raise failed(Reason.IO, "what was put is not what was got")
             bucket.run("DeleteObject", lambda: client.delete_object(**at), deadline)
-            self._tidy()
+            self._tidy(deadline)
         took = (time.perf_counter() - began) * 1000
         where = self._config.endpoint or "AWS"
         return ProbeReport(
@@ -136,43 +149,38 @@ class S3Backend(Backend):
     # -- put ------------------------------------------------------------------------------------
 
     def put(self, key: Key, header: ChunkHeader, source: memoryview, deadline: int) -> Stored:
-        self._expire()
+        self._expire(deadline)
         name, nbytes = self._name(key), self.cost(len(source))
         begun = self._mine.begin(name, nbytes)
         record = header._replace(session=self._owner, generation=1, epoch=0).pack()
-        written = unsure = False
+        write = _Write(name, record, source, deadline)
         try:
-            written = self._put_absent(name, key, header, record, source, deadline)
-        except Unsure:
-            unsure = begun
+            lies = self._put_absent(write, key, header)
+        except BaseException as error:
+            if begun:
+                told = isinstance(error, Refused) and not isinstance(error, Unsure)
+                sure = told and not write.unsure
+                (self._mine.failed if sure else self._mine.unsure)(name, nbytes)
             raise
-        finally:
-            if unsure:
-                self._mine.unsure(name, nbytes)
-            elif begun:
-                self._mine.end(name, nbytes, written=written)
-        self._tidy()
-        return Stored(NOWHERE, existed=not written)
+        if begun:
+            self._mine.end(name, nbytes, ours=lies is not _Lies.THEIRS)
+        elif lies is _Lies.THEIRS:  # it is not ours any more: not to be deleted either
+            if self._mine.vanished(name):
+                self._bucket.counted.add("vanished")
+        elif lies is _Lies.NEW or write.unsure:
+            self._mine.renewed(name, nbytes)
+        return Stored(NOWHERE, existed=lies is _Lies.THEIRS)
 
-    def _put_absent(
-        self,
-        name: str,
-        key: Key,
-        header: ChunkHeader,
-        record: bytes,
-        source: memoryview,
-        deadline: int,
-    ) -> bool:
-        """True: written by us, now or by an attempt whose answer was lost. False: somebody else's
-        lies there and is the same chunk. What is too old to be read is replaced."""
-        bad = self._bad.get(name)
+    def _put_absent(self, write: _Write, key: Key, header: ChunkHeader) -> _Lies:
+        """What lies there now, and is this chunk. What is too old to be read is replaced."""
+        bad = self._bad.get(write.name)
         for condition in (
             [{"IfMatch": bad}, {"IfNoneMatch": "*"}] if bad else [{"IfNoneMatch": "*"}]
         ):
-            if self._sent(name, record, source, condition, deadline):
-                return True
+            if self._sent(write, condition):
+                return _Lies.NEW
         for _ in range(2):
-            there = self._there(name, deadline)
+            there = self._there(write.name, write.deadline)
             lies = there.header
             if not (
                 Key.of(lies) == key
@@ -182,22 +190,19 @@ class S3Backend(Backend):
             ):
                 raise failed(Reason.CONFLICT, "an object of another content lies there")
             if there.etag is None or there.modified is None or not self._too_old(there.modified):
-                return lies.session == self._owner
-            if self._sent(name, record, source, {"IfMatch": there.etag}, deadline):
-                return True
+                return _Lies.OURS if lies.session == self._owner else _Lies.THEIRS
+            if self._sent(write, {"IfMatch": there.etag}):
+                return _Lies.NEW
         raise failed(Reason.CONFLICT, "what lies there is too old, and can't be replaced")
 
-    def _sent(
-        self, name: str, record: bytes, source: memoryview, how: dict[str, str], deadline: int
-    ) -> bool:
+    def _sent(self, write: _Write, how: dict[str, str]) -> bool:
         """Whether the condition held. Refused."""
         try:
-            self._uploads.send(name, record, source, how, deadline)
-        except PreconditionFailed:
+            self._uploads.send(write.name, write.record, write.source, how, write.deadline)
+        except PreconditionFailed as untrue:
+            write.unsure = write.unsure or untrue.unsure
             return False
-        except NotThere:
-            return False  # nothing to replace any more
-        self._bad.pop(name, None)
+        self._bad.pop(write.name, None)
         return True
 
     def _there(self, name: str, deadline: int) -> There:
@@ -207,41 +212,17 @@ class S3Backend(Backend):
         except Refused as refused:
             if refused.reason is Reason.CONFLICT:
                 raise
-            raise Unsure(refused.answer, refused.reason, refused.detail) from refused
+            raise Unsure.of(refused) from refused
 
-    def _tidy(self) -> None:
-        """The server works: take back what was begun while it did not. What may have been written
-        is no chunk that anybody knows of; it is deleted if it lies there and is ours."""
-        self._uploads.tidy()
-        for _ in range(TIDIED):
-            name = self._mine.look_for(SETTLED_NS)
-            if name is None:
-                return
-            gone = False
-            try:
-                gone = self._taken_back(name)
-            except Refused as refused:
-                log.info("tier s3: what became of a write is not known yet: %s", refused.detail)
-                return
-            finally:
-                self._mine.looked(name, gone=gone)
-
-    def _taken_back(self, name: str) -> bool:
-        """True. Refused if it could not be asked, or not be deleted."""
-        deadline = time.monotonic_ns() + START_NS
+    def _tidy(self, deadline: int) -> None:
+        """The server works: take back what was begun while it did not. Whether it works does not
+        hang on that, nor does whoever waits for it wait much longer."""
+        deadline = min(deadline, time.monotonic_ns() + TIDY_NS)
         try:
-            there = self._downloads.there(name, deadline)
-        except Refused as refused:
-            if refused.reason is Reason.CONFLICT:  # nothing, or nothing of ours
-                return True
-            raise
-        if there.header.session == self._owner:
-            at = self._bucket.at(name)
-            self._bucket.run(
-                "DeleteObject", lambda: self._bucket.client.delete_object(**at), deadline
-            )
-            self._bucket.counted.add("taken_back")
-        return True
+            self._uploads.tidy(deadline)
+            self._doubts.tidy(deadline)
+        except Exception:
+            log.exception("tier s3: what was begun can't be taken back")
 
     # -- get ------------------------------------------------------------------------------------
 
@@ -325,20 +306,19 @@ class S3Backend(Backend):
         with self._lock:
             self._bad.pop(name, None)
 
-    def _expire(self) -> None:
+    def _expire(self, deadline: int) -> None:
         """Delete some of ours whose time is over."""
         if not self._config.ttl_s:
             return
         old = self._mine.older(time.time() - self._config.ttl_s, EXPIRED)
         if old:
-            left = set(old)
             try:
-                left = self._delete_names(old, time.monotonic_ns() + START_NS)
+                left = self._delete_names(old, min(deadline, time.monotonic_ns() + START_NS))
                 self._bucket.counted.add("expired", len(old) - len(left))
             except Refused as refused:
                 log.info("tier s3: old objects could not be deleted: %s", refused.detail)
             finally:
-                self._mine.keep(left)
+                self._mine.deleted(old)
 
     # -- recovery -------------------------------------------------------------------------------
 
@@ -381,7 +361,7 @@ class S3Backend(Backend):
             raw = self._downloads.record_bytes(name, NEVER)
             header = ChunkHeader.unpack(raw)
         except (Refused, ValueError) as error:
-            if isinstance(error, Refused) and error.reason in _AWAY:
+            if isinstance(error, Refused) and error.reason in AWAY:
                 raise  # of the server, not of this object: the recovery is begun again later
             self._bucket.counted.add("bad_records")
             return None
@@ -419,6 +399,10 @@ class S3Backend(Backend):
 
     def usage(self) -> Usage:
         return self._mine.usage()
+
+    @property
+    def untidy(self) -> int:
+        return self._doubts.untidy + self._uploads.untidy
 
     def notes(self) -> dict[str, int]:
         return self._bucket.notes()

@@ -75,10 +75,10 @@ class Bucket:
             raise failed(Reason.OTHER, "not open")
         return self._calls.run(what, call, deadline)
 
-    def attempt(self, what: str, call: Callable[[], Any]) -> bool:
-        """Whether it worked, for what is not worth failing for."""
+    def attempt(self, what: str, call: Callable[[], Any], deadline: int = NEVER) -> bool:
+        """Whether it worked, for what is not worth failing for, nor long waiting."""
         try:
-            self.run(what, call, time.monotonic_ns() + START_NS)
+            self.run(what, call, min(deadline, time.monotonic_ns() + START_NS))
         except (Refused, PreconditionFailed) as error:
             log.warning("tier s3: %s", error)
             return False

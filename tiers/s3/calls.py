@@ -31,6 +31,15 @@ _RETRIED = {
     Reason.UNREACHABLE,
     Reason.CONFLICT,
 }
+# Of the server, and not of what was asked for.
+AWAY = {
+    Reason.CREDENTIALS,
+    Reason.NOT_FOUND,
+    Reason.SKEW,
+    Reason.SLOW,
+    Reason.THROTTLED,
+    Reason.UNREACHABLE,
+}
 _UNTOLD = {Reason.IO, Reason.SHORT, Reason.SLOW}
 _CODES = {
     "SignatureDoesNotMatch": Reason.CREDENTIALS,
@@ -62,6 +71,7 @@ _STATUS = {
     403: Reason.DENIED,
     409: Reason.CONFLICT,
     429: Reason.THROTTLED,
+    501: Reason.OTHER,  # it will not be so the next time
     503: Reason.THROTTLED,
     507: Reason.SPACE,
 }
@@ -69,11 +79,12 @@ _PERMANENT = {Reason.CREDENTIALS, Reason.DENIED, Reason.SKEW, Reason.NOT_FOUND, 
 
 
 class PreconditionFailed(Exception):
-    """412: what the request was conditional on is not so."""
+    """412: what the request was conditional on is not so. `unsure`: an attempt before may have been
+    carried out, and then that is why."""
 
-
-class Unsure(Refused):
-    """A write that was refused, or not answered, and may have been carried out all the same."""
+    def __init__(self, *, unsure: bool = False) -> None:
+        super().__init__("what it was conditional on is not so")
+        self.unsure = unsure
 
 
 class NotThere(Refused):
@@ -129,12 +140,12 @@ class Calls:
 
 def may_have_worked(error: Exception) -> bool:
     """Whether a request that ended so may have been carried out: no answer came, or one that says
-    nothing about it."""
+    nothing about it. What nobody can explain may."""
     try:
         meaning = error if isinstance(error, Refused) else explain("", error)
     except PreconditionFailed:
         return False
-    return meaning is not None and meaning.reason in _UNTOLD
+    return meaning is None or meaning.reason in _UNTOLD
 
 
 def explain(what: str, error: Exception) -> Refused | None:

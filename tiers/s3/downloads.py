@@ -14,6 +14,7 @@ from kvd.chunk import HEADER_BYTES, ChunkHeader
 from kvd.tiers.backend import Found, Refused, failed
 from kvd.tiers.base import Answer, Reason
 from kvd.tiers.s3.bucket import Bucket
+from kvd.tiers.s3.calls import NotThere
 from kvd.tiers.s3.objects import expected, receive
 
 Refuse = Callable[[str, str | None, dict[str, Any]], None]
@@ -133,6 +134,34 @@ class Downloads:
             if refused.reason in (Reason.SHORT, Reason.OTHER):
                 raise failed(Reason.CONFLICT, "what lies there is no chunk") from refused
             raise
+
+    def lies(self, name: str, nbytes: int, deadline: int) -> There | None:
+        """What lies there; None if that is nothing, or no chunk, or no object of `nbytes` bytes.
+        Refused if it can't be found out: what comes may be broken on its way, each time."""
+        try:
+            raw, answer = self._head(name, deadline)
+            return There(ChunkHeader.unpack(raw), answer.get("ETag"), answer.get("LastModified"))
+        except ValueError:
+            return None
+        except Refused as refused:
+            if refused.answer is Answer.MISS:
+                return None
+            if refused.reason not in (Reason.SHORT, Reason.OTHER):
+                raise
+            if self._head_of(name, deadline).get("ContentLength") == nbytes:
+                raise
+            return None
+
+    def _head_of(self, name: str, deadline: int) -> dict[str, Any]:
+        """What is said of an object, without it; nothing of one that is not there."""
+        client, at = self._bucket.client, self._bucket.at(name)
+        try:
+            said: dict[str, Any] = self._bucket.run(
+                "HeadObject", lambda: client.head_object(**at), deadline
+            )
+            return said
+        except NotThere:
+            return {}
 
     def record_bytes(self, name: str, deadline: int) -> bytes:
         """The first 512 bytes of an object."""

@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any
 
 from kvd.chunk import HEADER_BYTES
-from kvd.tiers.backend import Refused, failed
+from kvd.tiers.backend import Refused, Unsure, failed
 from kvd.tiers.base import Reason
 from kvd.tiers.s3.bucket import Bucket
-from kvd.tiers.s3.calls import NotThere, PreconditionFailed, Unsure, may_have_worked
+from kvd.tiers.s3.calls import NotThere, PreconditionFailed, may_have_worked
 from kvd.tiers.s3.objects import Body, crc32c
 
 _TYPE = "application/octet-stream"
@@ -52,7 +52,8 @@ class Uploads:
         deadline: int,
     ) -> None:
         """Write record and payload as one object. PreconditionFailed if the condition (IfMatch,
-        IfNoneMatch) does not hold; Unsure if it may lie there; Refused."""
+        IfNoneMatch) does not hold, or there is nothing to replace; Unsure if it may lie there;
+        Refused."""
         length = HEADER_BYTES + len(source)
         if length > self._bucket.config.multipart_bytes:
             self._send_parts(name, record, source, condition, deadline)
@@ -111,7 +112,7 @@ class Uploads:
             parts = bucket.together([partial(send, n, *body) for n, body in enumerate(bodies, 1)])
             self._complete(at, upload, parts, condition, deadline)
         except BaseException:
-            self._abort(name, upload)
+            self._abort(name, upload, deadline)
             raise
 
     def _complete(
@@ -122,26 +123,23 @@ class Uploads:
         condition: dict[str, str],
         deadline: int,
     ) -> None:
-        """Make an object of the parts. An upload that is not there (any more) may be one that was
-        completed by an attempt whose answer was lost: as after a 412, what lies there says so."""
+        """Make an object of the parts."""
         client = self._bucket.client
-        try:
-            self._finish(
-                "CompleteMultipartUpload",
-                lambda: told(
-                    client.complete_multipart_upload(
-                        **at, UploadId=upload, MultipartUpload={"Parts": parts}, **condition
-                    ),
-                    "ETag",
+        self._finish(
+            "CompleteMultipartUpload",
+            lambda: told(
+                client.complete_multipart_upload(
+                    **at, UploadId=upload, MultipartUpload={"Parts": parts}, **condition
                 ),
-                deadline,
-            )
-        except NotThere:
-            raise PreconditionFailed from None
+                "ETag",
+            ),
+            deadline,
+        )
 
     def _finish(self, what: str, call: Callable[[], Any], deadline: int) -> None:
         """The request that makes the object. Unsure if one of its attempts may have done so, and
-        none says that it did."""
+        none says that it did. An object or an upload that is not there (any more) may be one that
+        an attempt whose answer was lost has used up: as after a 412, what lies there says so."""
         unsure = False
 
         def attempt() -> None:
@@ -154,21 +152,22 @@ class Uploads:
 
         try:
             self._bucket.run(what, attempt, deadline)
-        except NotThere:
-            raise
+        except (PreconditionFailed, NotThere) as error:
+            raise PreconditionFailed(unsure=unsure) from error
         except Refused as refused:
             if not unsure:
                 raise
-            raise Unsure(refused.answer, refused.reason, refused.detail) from refused
+            raise Unsure.of(refused) from refused
 
-    def _abort(self, name: str, upload: str) -> None:
-        if not self._aborted(name, upload):
+    def _abort(self, name: str, upload: str, deadline: int) -> None:
+        """At once while there is time, for somebody waits, and by `tidy` if not."""
+        if not self._aborted(name, upload, deadline):
             self._bucket.counted.add("lost_uploads")
             with self._lock:
                 if len(self._lost) < MOST_LOST:
                     self._lost.append((name, upload))
 
-    def _aborted(self, name: str, upload: str) -> bool:
+    def _aborted(self, name: str, upload: str, deadline: int) -> bool:
         """Whether it is not there any more."""
         bucket = self._bucket
         at = bucket.at(name)
@@ -181,29 +180,36 @@ class Uploads:
             bucket.counted.add("aborted_uploads")
             return True
 
-        return bucket.attempt("AbortMultipartUpload", abort)
+        return bucket.attempt("AbortMultipartUpload", abort, deadline)
 
-    def tidy(self) -> None:
+    @property
+    def untidy(self) -> int:
+        """How much `tidy` would find."""
+        with self._lock:
+            return len(self._lost) + (time.monotonic_ns() >= self._stale_at)
+
+    def tidy(self, deadline: int) -> None:
         """Some of those that could not be given back when they failed, and now and then those that
         are old. For when the server works."""
         with self._lock:
             due = time.monotonic_ns() >= self._stale_at
             if due:
                 self._stale_at = time.monotonic_ns() + STALE_EVERY_NS
-        if due:
-            self._abort_stale()
+        if due and not self._abort_stale(deadline):
+            self._stale_at = 0  # there was no time for all of them
         for _ in range(LOST_AT_A_TIME):
             with self._lock:
-                if not self._lost:
+                if not self._lost or time.monotonic_ns() >= deadline:
                     return
                 name, upload = self._lost.popleft()
-            if not self._aborted(name, upload):
-                with self._lock:
-                    self._lost.appendleft((name, upload))
+            if not self._aborted(name, upload, deadline):
+                with self._lock:  # after the others, should it be this one's own trouble
+                    self._lost.append((name, upload))
                 return
 
-    def _abort_stale(self) -> None:
-        """Parts of uploads that nobody finished cost money and are seen by nobody."""
+    def _abort_stale(self, deadline: int) -> bool:
+        """Parts of uploads that nobody finished cost money and are seen by nobody. False: the
+        deadline came first."""
         bucket, client, config = self._bucket, self._bucket.client, self._bucket.config
 
         def abort() -> None:
@@ -215,6 +221,9 @@ class Uploads:
                     started = upload.get("Initiated") or datetime.now(UTC)
                     age = (datetime.now(UTC) - started).total_seconds()
                     if age >= config.stale_upload_s:
-                        self._aborted(upload["Key"], upload["UploadId"])
+                        if time.monotonic_ns() >= deadline:
+                            return
+                        self._aborted(upload["Key"], upload["UploadId"], deadline)
 
-        bucket.attempt("ListMultipartUploads", abort)
+        bucket.attempt("ListMultipartUploads", abort, deadline)
+        return time.monotonic_ns() < deadline
