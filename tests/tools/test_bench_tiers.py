@@ -22,8 +22,8 @@ def test_all_figures_are_there_and_nothing_is_left_on_the_disk(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert set(told) == {
-        "nvme", "s3", "first_chunk_ratio", "warm_start", "lookup_p99_ratio_under_demotion",
-        "slow_tier_p99_ratio", "storm",
+        "nvme", "s3", "first_chunk_ratio", "first_chunk_huge_ratio", "warm_start",
+        "lookup_p99_ratio_under_demotion", "slow_tier_p99_ratio", "storm",
     }  # fmt: skip
     assert told["lookup_p99_ratio_under_demotion"] == told["storm"]["p99_ratio"]
     assert all(value > 0 for value in told["storm"].values())

@@ -319,6 +319,8 @@ def _tiers_tables(result: dict[str, Any]) -> list[Table]:
     warm = result["warm_start"]
     rest = _table("the ladder", "", ">")
     rest.add_row("first of many chunks, over one bare read", f"{result['first_chunk_ratio']:.2f}")
+    into_huge = result["first_chunk_huge_ratio"]
+    rest.add_row("the same, over one into huge pages", f"{into_huge:.2f}")
     rest.add_row(f"warm start with {warm['chunks']:,} chunks, s", f"{warm['seconds']:.1f}")
     under = result["lookup_p99_ratio_under_demotion"]
     rest.add_row("lookups' p99 under demotion, over quiet", f"{under:.2f}")

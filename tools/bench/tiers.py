@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from kvd.arena.mapping import Mapping
 from kvd.chunk import ChunkHeader, HeaderFlag, KVSpec, ShardSpec, State, payload_digest
 from kvd.client import Client, Selector
 from kvd.tiers import base as t
@@ -50,7 +51,7 @@ def run_tiers(directory: str | None, *, quick: bool = False) -> dict[str, Any]:
         return {
             "nvme": nvme,
             "s3": run_s3(folder, sizes, total // 4, rounds=2 if quick else 5),
-            "first_chunk_ratio": _first_chunk(folder, quick=quick),
+            **_first_chunk(folder, quick=quick),
             "warm_start": _warm_start(folder, 20_000 if quick else 1_000_000),
             "lookup_p99_ratio_under_demotion": storm["p99_ratio"],
             "storm": storm,
@@ -209,15 +210,17 @@ def _keys(count: int, salt: int = 0) -> list[bytes]:
     return [row.tobytes() for row in raw]
 
 
-def _first_chunk(folder: Path, *, quick: bool) -> float:
-    """Time until the first of 64 chunks from NVMe can be copied, over a bare read of one."""
+def _first_chunk(folder: Path, *, quick: bool) -> dict[str, float]:
+    """Time until the first of 64 chunks from NVMe can be copied, over a bare read of one into
+    ordinary memory, and over one into huge pages, in which the arena lies."""
     busy("first chunk of a load from nvme")
     size, count = 4 * MIB, 16 if quick else 64
     path = folder / "first"
     flags = ("--nvme-path", str(path), "--nvme-limit", str(3 * size * count), "--nvme-reserve", "0")
-    bare, firsts, singles = _Bare(folder / "bare", size, count), [], []
+    bare, huge = _Bare(folder / "bare", size, count), _Bare(folder / "huge", size, count, huge=True)
+    firsts, singles, into_huge = [], [], []
     arena = ("--arena-size", str(2 * size * count))
-    with closing(bare), Daemon(None, *arena, *flags) as daemon:
+    with closing(bare), closing(huge), Daemon(None, *arena, *flags) as daemon:
         with Client(daemon.socket, timeout_s=30) as client:
             handle = client.register(_spec(size))
             hashes = _keys(count)
@@ -228,6 +231,7 @@ def _first_chunk(folder: Path, *, quick: bool) -> float:
             for n in range(FIRSTS):
                 client.evict(Selector(tier="dram", everything=True))
                 singles.append(bare.read(7 * n % count))
+                into_huge.append(huge.read(7 * n % count))
                 begun = time.perf_counter()
                 with client.lookup(handle, hashes, load=True) as found:
                     if found.transfer is None:
@@ -236,17 +240,25 @@ def _first_chunk(folder: Path, *, quick: bool) -> float:
                     firsts.append(time.perf_counter() - begun)
                     for _index in found.transfer:
                         pass
-    return statistics.median(firsts) / statistics.median(singles)
+    first = statistics.median(firsts)
+    return {
+        "first_chunk_ratio": first / statistics.median(singles),
+        "first_chunk_huge_ratio": first / statistics.median(into_huge),
+    }
 
 
 class _Bare:
-    """Single reads of one chunk, into memory like the arena's: shared, from tmpfs."""
+    """Single reads of one chunk, into shared memory from tmpfs. `huge`: in huge pages, where the
+    kernel gives them."""
 
-    def __init__(self, path: Path, size: int, count: int) -> None:
+    def __init__(self, path: Path, size: int, count: int, *, huge: bool = False) -> None:
         self._size = size
         shared = os.memfd_create("kvd-bench")
         os.ftruncate(shared, size * count)
-        self._memory = mmap(shared, size * count)
+        self._mapping = Mapping(shared, size * count, writable=True)
+        if huge:
+            os.posix_fallocate(shared, 0, size * count)
+            self._mapping.collapse(0, size * count)
         os.close(shared)
         flags = os.O_RDWR | os.O_CREAT
         try:
@@ -254,7 +266,7 @@ class _Bare:
         except OSError:
             self._fd = os.open(path, flags, 0o600)
         rng = np.random.default_rng(4)
-        with memoryview(self._memory) as view:
+        with self._mapping.bytes.data as view:
             for at in range(0, size * count, size):
                 view[at : at + size] = rng.integers(0, 256, size, np.uint8).tobytes()
                 os.pwrite(self._fd, view[at : at + size], at)
@@ -262,14 +274,14 @@ class _Bare:
     def read(self, n: int) -> float:
         """Seconds."""
         at = n * self._size
-        with memoryview(self._memory) as view, view[at : at + self._size] as into:
+        with self._mapping.bytes.data as view, view[at : at + self._size] as into:
             begun = time.perf_counter()
             os.preadv(self._fd, [into], at)
             return time.perf_counter() - begun
 
     def close(self) -> None:
         os.close(self._fd)
-        self._memory.close()
+        self._mapping.close()
 
 
 def _until(true: Any, seconds: float = 120.0) -> None:
