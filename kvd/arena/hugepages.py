@@ -44,13 +44,13 @@ class HugePages:
         self.problem = ""  # why some of the memory was not put into huge pages
 
     def take(self, begin: int, end: int) -> None:
-        """Memory for a range that nobody uses yet and that has none. What it does not get here is
-        still to be reserved. ArenaError if huge pages are required."""
+        """Memory for a range that has none, or not all. What it does not get here is still to be
+        reserved; what lies there stays. ArenaError if huge pages are required."""
         if self._wish == "never":
             return
         try:
             for at in range(-(-begin // HUGE_PAGE) * HUGE_PAGE, end, HUGE_PAGE):
-                os.pwrite(self._fd, b"\0", at)  # the kernel fills up, but does not begin
+                os.posix_fallocate(self._fd, at, 1)  # the kernel fills up, but does not begin
         except OSError:
             return  # no memory at all: who reserves the rest is told so
         self.insist(begin, end)

@@ -162,7 +162,8 @@ class ArenaOwner:
                 self._huge.take(begin, end)
                 os.posix_fallocate(self.fd_arena, begin, end - begin)
             except (ArenaError, OSError) as error:
-                punch_hole(self.fd_arena, begin, end - begin)  # nobody uses what was had of it
+                if not self.adopted:  # nobody uses what was had of it
+                    punch_hole(self.fd_arena, begin, end - begin)
                 if isinstance(error, ArenaError):
                     raise
                 raise ArenaError(no_memory(self._paths.arena, geometry, begin, error)) from error

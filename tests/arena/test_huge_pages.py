@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from arena_kit import Open
 
-from kvd.arena import ArenaMap, ArenaOwner
+from kvd.arena import ArenaMap, ArenaOwner, os_call
 from kvd.arena import owner as owner_module
 from kvd.arena.mapping import HUGE_PAGE, Mapping
 from kvd.errors import ArenaError
@@ -179,14 +179,47 @@ def test_a_problem_that_passed_is_not_told(
     assert (owner.huge_bytes(), owner.huge_problem) == (SIZE, "")
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_lies_in_an_adopted_arena_that_is_reserved_anew_stays(
+    open_arena: Open, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """An arena from which somebody took memory away is reserved from its beginning."""
+    owner = open_arena(SIZE)
+    data = np.random.default_rng(2).integers(1, 256, SIZE - HUGE_PAGE, np.uint8)
+    owner.view[: data.size] = data.data
+    os_call.punch_hole(owner.fd_arena, data.size, HUGE_PAGE)
+    owner.close()
+    monkeypatch.setattr(owner_module, "RESERVE_STEP", SIZE // 4)
+    again = open_arena(SIZE)
+    assert again.adopted and again.reserved == SIZE // 4
+    if fails:
+        allocate = os.posix_fallocate
+
+        def full(fd: int, offset: int, length: int) -> None:
+            if length > 1:
+                raise OSError(errno.ENOSPC, "full")
+            allocate(fd, offset, length)
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(ArenaError, match="no memory for arena"):
+            again.reserve_step()
+    else:
+        assert whole(again)
+    assert np.array_equal(np.frombuffer(again.view[: data.size], np.uint8), data)
+
+
 def test_memory_that_was_had_in_vain_is_given_back(
     open_arena: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner_module, "RESERVE_STEP", SIZE // 4)
     owner = open_arena(SIZE)
 
+    allocate = os.posix_fallocate
+
     def full(fd: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, "full")
+        if length > 1:
+            raise OSError(errno.ENOSPC, "full")
+        allocate(fd, offset, length)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ArenaError, match="no memory for arena"):
