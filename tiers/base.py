@@ -164,10 +164,12 @@ class Delete(NamedTuple):
 
 class Probe(NamedTuple):
     """See whether the medium works now, by writing and reading. OK: `detail` is the ProbeReport's
-    line, and the breakers are closed. Answers OK, TIMEOUT, FAILED."""
+    line, and the breakers are closed, unless it only looks after something else (`heals`): that a
+    small object goes through does not say that chunks do. Answers OK, TIMEOUT, FAILED."""
 
     token: object
     deadline: int = NEVER
+    heals: bool = True
 
 
 Job = Write | Read | Delete | Probe

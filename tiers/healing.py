@@ -148,8 +148,9 @@ class Healing:
             refused = failed(Reason.OTHER, f"{type(error).__name__}: {error}")
             self._failed(refused)
             return Completion(job, Answer.FAILED, reason=refused.reason, detail=refused.detail)
-        with self._lock:
-            self._health.reset()
+        if job.heals:
+            with self._lock:
+                self._health.reset()
         return Completion(job, Answer.OK, detail=self.report.detail)
 
     def _failed(self, refused: Refused) -> None:

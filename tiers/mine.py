@@ -177,9 +177,10 @@ class Mine(Generic[Name]):
             while self._ages and self._ages[0][0] < unix_s and len(old) < most:
                 written, name = heapq.heappop(self._ages)
                 mine = self._objects.get(name)
-                if mine is not None and mine.written == written:
-                    old.append(name)
-            self._leaving.update(old)
+                if mine is None or mine.written != written or name in self._leaving:
+                    continue
+                old.append(name)
+                self._leaving.add(name)
             return old
 
     def deleted(self, names: Iterable[Name]) -> None:

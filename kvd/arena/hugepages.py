@@ -59,9 +59,14 @@ class HugePages:
         """As `gather`. ArenaError if huge pages are required, and the range is not in them."""
         if self.gather(begin, end) or self._wish != "require":
             return
+        problem = self.problem
+        try:
+            found = f"{self.count()} are"
+        except OSError as error:
+            found = f"an unknown part ({error}) is"
         raise ArenaError(
             f"arena.huge_pages is require, but of the first {end} bytes of arena {self._path} only "
-            f"{self.count()} are in huge pages: {self.problem}; or make it prefer"
+            f"{found} in huge pages: {problem}; or make it prefer"
         )
 
     def gather(self, begin: int, end: int) -> bool:

@@ -8,6 +8,7 @@ handle of an earlier life passes its check.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -153,7 +154,8 @@ class ArenaOwner:
     def reserve_step(self) -> bool:
         """Reserve up to 256 MiB more; True when all of the arena is. The GIL is free meanwhile, so
         a thread may call it (and must have ended before `close`). ArenaError when memory is out,
-        or not to be had in the pages that are required: what was reserved stays usable."""
+        or not to be had in the pages that are required: what was reserved stays usable. What was
+        had in vain is given back, but in an arena that was adopted."""
         geometry = self._super.geometry
         begin = self._table.reserved
         end = min(begin + RESERVE_STEP, geometry.size)
@@ -162,8 +164,9 @@ class ArenaOwner:
                 self._huge.take(begin, end)
                 os.posix_fallocate(self.fd_arena, begin, end - begin)
             except (ArenaError, OSError) as error:
-                if not self.adopted:  # nobody uses what was had of it
-                    punch_hole(self.fd_arena, begin, end - begin)
+                if not self.adopted:  # else chunks may lie there; here nobody uses what was had
+                    with contextlib.suppress(OSError):
+                        punch_hole(self.fd_arena, begin, end - begin)
                 if isinstance(error, ArenaError):
                     raise
                 raise ArenaError(no_memory(self._paths.arena, geometry, begin, error)) from error

@@ -359,19 +359,26 @@ class Ladder:
             self._look_at[number] = time.monotonic_ns() + pause
 
         self._look_at[number] = t.NEVER
-        self.probe(number, looked, LOOK_WITHIN_S)
+        self.probe(number, looked, LOOK_WITHIN_S, heals=False)
 
     # -- for operators --------------------------------------------------------------------------
 
     def number(self, name: str) -> int | None:
         return next((n for n, tier in enumerate(self.tiers) if tier.name == name), None)
 
-    def probe(self, number: int, done: Callable[[t.Completion], None], within_s: float) -> None:
-        """See whether a tier works now; its breakers close if it does."""
+    def probe(
+        self,
+        number: int,
+        done: Callable[[t.Completion], None],
+        within_s: float,
+        *,
+        heals: bool = True,
+    ) -> None:
+        """See whether a tier works now; its breakers close if it does and this `heals`."""
         token = object()
         self._probes[token] = done
         deadline = time.monotonic_ns() + int(within_s * NS)
-        self.tiers[number].submit([t.Probe(token, deadline)])
+        self.tiers[number].submit([t.Probe(token, deadline, heals)])
 
     def stat(self, rows: list[dict[str, Any]], *, admin: bool) -> list[dict[str, Any]]:
         """The core's rows of tiers, with what the tiers say of themselves: to who is no

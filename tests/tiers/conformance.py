@@ -355,6 +355,19 @@ class Conformance:
         rig.faults.add("probe", Fault.EIO, times=1)
         assert rig.one(Probe("p", in_(10))).answer is Answer.FAILED
 
+    def test_a_probe_that_looks_after_something_else_hides_no_failures(self, rig: Rig) -> None:
+        """A small object goes through where chunks do not."""
+        look = Probe("p", in_(10), heals=False)
+        place = rig.one(Chunk(1).write()).place
+        rig.faults.add("get", Fault.EIO)
+        for _ in range(3):
+            assert rig.one(Chunk(1).read(place)).answer is Answer.FAILED
+            if rig.tier.state is State.READY:
+                assert rig.one(look).answer is Answer.OK
+        assert rig.one(Chunk(1).read(place)).answer is not Answer.OK
+        assert rig.tier.stat().reasons["io"] == 3
+        rig.faults.clear()
+
     def test_counters_say_what_happened(self, rig: Rig) -> None:
         chunk = Chunk(1)
         place = rig.one(chunk.write()).place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.tiers import mine as mine_module
 from kvd.tiers.backend import Refused
 from kvd.tiers.base import Answer
 from kvd.tiers.mine import Mine
@@ -127,3 +128,18 @@ def test_what_is_being_expired_can_not_be_written_until_that_is_over() -> None:
     mine.deleted(["a", "b"])
     assert mine.begin("a", 400) and not mine.begin("b", 400)
     assert mine.older(10.0, 9) == ["b"], "it is told again"
+
+
+def test_what_is_being_deleted_is_told_to_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ages may be put in order anew meanwhile, and name it again."""
+    monkeypatch.setattr(mine_module, "_STALE", 1)
+    mine: Mine[int] = Mine(10_000, aged=True)
+    for name in range(40):
+        mine.begin(name, 10)
+        mine.end(name, 10, ours=True)
+    first = mine.older(float(EVER), 3)
+    assert first == [0, 1, 2]
+    mine.forget(range(10, 40))
+    assert mine.older(float(EVER), 100) == list(range(3, 10))
+    mine.deleted(first)  # and they lie there still
+    assert sorted(mine.older(float(EVER), 100)) == first

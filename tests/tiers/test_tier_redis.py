@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,12 +17,13 @@ from typing import Any
 import pytest
 from conformance import Conformance, Medium
 from servers import Redis
-from tiers_kit import CONFIG, Chunk, Rig, chunks
+from tiers_kit import CONFIG, Chunk, Rig, chunks, in_
 
 from kvd.errors import ConfigError
-from kvd.tiers.backend import Backend
-from kvd.tiers.base import NOWHERE, Answer, Probe, State
+from kvd.tiers.backend import Backend, Refused, Unsure
+from kvd.tiers.base import NOWHERE, Answer, Key, Probe, State
 from kvd.tiers.redis import Directory, Entry, RedisBackend, RedisConfig
+from kvd.tiers.redis.config import connect
 
 MIB = 1 << 20
 
@@ -462,3 +464,44 @@ def test_a_directory_that_is_away_says_not_known_at_once_and_comes_back(own: Red
         time.sleep(0.05)
     assert it.find([chunk.key]) == [entry(chunk)] and it.available
     it.close()
+
+
+def test_a_write_that_is_refused_the_second_time_may_have_been_carried_out_the_first(
+    tmp_path: Path,
+) -> None:
+    """The client sends again by itself what a broken connection took with it."""
+    path, asked = str(tmp_path / "s"), []
+
+    def serve(listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                while got := connection.recv(1 << 16):
+                    if b"SET\r\n" not in got or b"SETINFO" in got:
+                        connection.sendall(b"+OK\r\n" * got.count(b"*"))
+                        continue
+                    asked.append(got)
+                    if len(asked) == 1:
+                        break
+                    connection.sendall(b"-OOM command not allowed\r\n")
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        config = RedisConfig(f"unix://{path}?protocol=2", "one", 8 * MIB, timeout_s=2)
+        backend = RedisBackend(config)
+        backend._client = connect(config)
+        chunk = Chunk(1, 100)
+        for sent in (2, 3):  # the second put is refused at once: its first attempt is answered
+            with pytest.raises(Refused) as refused:
+                backend.put(
+                    Key.of(chunk.header), chunk.header, memoryview(chunk.memory), in_(10)
+                )
+            assert refused.value.answer is Answer.NO_SPACE
+            assert isinstance(refused.value, Unsure) is (sent == 2)
+            assert len(asked) == sent and backend.usage().used_bytes > 0
+        listener.shutdown(socket.SHUT_RDWR)

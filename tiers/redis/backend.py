@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -23,7 +24,7 @@ from kvd.errors import ConfigError
 from kvd.tiers.backend import Backend, Found, Refused, Stored, Unsure, failed
 from kvd.tiers.base import NOWHERE, Answer, Key, Place, ProbeReport, Reason, Recovered, Usage
 from kvd.tiers.mine import Mine
-from kvd.tiers.redis.config import RedisConfig, ask, connect, shown
+from kvd.tiers.redis.config import RedisConfig, ask, connect, shown, take_again
 from kvd.tiers.tally import Tally
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class RedisBackend(Backend):
         client = self._client
         if client is None:
             raise failed(Reason.OTHER, "not open")
-        name = f"{self._config.prefix}:probe:{self._owner.hex()}"
+        name = f"{self._config.prefix}:probe:{self._owner.hex()}:{secrets.token_hex(4)}"
         began = time.perf_counter()
         ask("PING", client.ping)
         if write:
@@ -163,10 +164,12 @@ class RedisBackend(Backend):
         client = self._client
         life = int(self._config.ttl_s * 1000) or None
         value = b"".join((record, source))
+        take_again()
         try:
             was_set = ask("SET", lambda: client.set(name, value, nx=True, px=life))
         except Refused as refused:
-            raise (Unsure.of(refused) if refused.reason in _UNTOLD else refused) from refused
+            untold = take_again() or refused.reason in _UNTOLD
+            raise (Unsure.of(refused) if untold else refused) from refused
         if not was_set:
             raw = self._record(name)
             try:

@@ -7,6 +7,7 @@ a reason. A password stands in the URL or in a file, and in no message.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -38,6 +39,17 @@ def shown(url: str) -> str:
     return re.sub(r"//.*@", "//", url).partition("?")[0]
 
 
+_own = threading.local()
+
+
+def take_again() -> bool:
+    """Whether a request of this thread was sent a second time since this was asked last: then its
+    answer is of the second one, and the first may have been carried out."""
+    again: bool = getattr(_own, "again", False)
+    _own.again = False
+    return again
+
+
 def connect(config: RedisConfig) -> Any:
     """A client; nothing is sent yet. ConfigError."""
     try:
@@ -46,6 +58,13 @@ def connect(config: RedisConfig) -> Any:
         from redis.retry import Retry
     except ImportError as error:
         raise ConfigError("tier redis needs redis: pip install 'kvd[redis]'") from error
+
+    class Noted(NoBackoff):  # type: ignore[misc]
+        def compute(self, failures: int) -> int:
+            """Asked before each further attempt."""
+            _own.again = True
+            return 0
+
     if not config.installation:
         raise ConfigError("tier redis: installation is empty: it says whose keys these are")
     more: dict[str, Any] = {}
@@ -64,7 +83,7 @@ def connect(config: RedisConfig) -> Any:
             socket_timeout=config.timeout_s,
             socket_connect_timeout=config.timeout_s,
             max_connections=config.connections,
-            retry=Retry(NoBackoff(), 1),  # a connection that was closed while it was idle
+            retry=Retry(Noted(), 1),  # a connection that was closed while it was idle
             **more,
         )
     except ValueError as error:

@@ -83,6 +83,7 @@ class S3Backend(Backend):
         self._bucket = Bucket(config)
         self._uploads = Uploads(self._bucket)
         self._downloads = Downloads(self._bucket, self._refuse_known)
+        self._probing = threading.Lock()
         self._mine: Mine[str] = Mine(config.limit_bytes, aged=bool(config.ttl_s))
         self._doubts = Doubts(self._bucket, self._downloads, self._mine, self._owner)
         self._lock = threading.Lock()
@@ -112,17 +113,12 @@ class S3Backend(Backend):
 
     def probe(self, deadline: int, *, write: bool) -> ProbeReport:
         """Each right by itself, so that a refusal names the one that is missing."""
-        bucket, client = self._bucket, self._bucket.client
+        bucket = self._bucket
         began = time.perf_counter()
         bucket.run("ListBucket", self._list_one, deadline)
         if write:
-            at = bucket.at(f"{bucket.folder}probe-{self._owner.hex()}")
-            data = time.time_ns().to_bytes(8, "little") * 8
-            bucket.run("PutObject", lambda: client.put_object(**at, Body=data), deadline)
-            back = bucket.run("GetObject", lambda: client.get_object(**at)["Body"].read(), deadline)
-            if back != data:
-                raise failed(Reason.IO, "what was put is not what was got")
-            bucket.run("DeleteObject", lambda: client.delete_object(**at), deadline)
+            with self._probing:  # of one name: what a probe left behind is the next one's
+                self._probe_writing(deadline)
             self._tidy(deadline)
         took = (time.perf_counter() - began) * 1000
         where = self._config.endpoint or "AWS"
@@ -131,6 +127,16 @@ class S3Backend(Backend):
             f"bucket {self._config.bucket} at {where}, prefix {bucket.folder}, "
             f"probed in {took:.0f} ms",
         )
+
+    def _probe_writing(self, deadline: int) -> None:
+        bucket, client = self._bucket, self._bucket.client
+        at = bucket.at(f"{bucket.folder}probe-{self._owner.hex()}")
+        data = time.time_ns().to_bytes(8, "little") * 8
+        bucket.run("PutObject", lambda: client.put_object(**at, Body=data), deadline)
+        back = bucket.run("GetObject", lambda: client.get_object(**at)["Body"].read(), deadline)
+        if back != data:
+            raise failed(Reason.IO, "what was put is not what was got")
+        bucket.run("DeleteObject", lambda: client.delete_object(**at), deadline)
 
     def _list_one(self) -> Any:
         answer = self._bucket.client.list_objects_v2(
