@@ -336,9 +336,12 @@ class PooledTier(Tier):
             unexpected = failed(Reason.OTHER, f"{type(error).__name__}: {error}")
             completions = [self._refusal(job, unexpected) for job in ready]
         elapsed = self._clock() - now
+        completions = [self._with_room(done._replace(elapsed_ns=elapsed)) for done in completions]
+        for done in completions:  # who sees that the tier is degraded sees why
+            self.meter.done(_KINDS[kind], done)
         self._judge(kind, completions)
         for done in completions:
-            self._finish(self._with_room(done._replace(elapsed_ns=elapsed)))
+            self._completions.put(done)
 
     def _with_room(self, done: Completion) -> Completion:
         """What is asked after each write is told with it: here a lock may be waited for."""

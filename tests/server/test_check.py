@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ import pytest
 from daemon import DaemonProcess, run_kvd
 
 S3 = ("--s3-bucket", "kvd")
+TORCH = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="tier hbm needs torch")
 TEAM = "name=team,uids=77,token_file="
 
 
@@ -56,7 +58,7 @@ def started(*args: str) -> str:
         (("--nvme-path", "/tmp/x", "--nvme-limit", "1MiB", "--nvme-slab-size", "2MiB"),
          "tier nvme: limit 1048576 is too small"),
         (("--nvme-path", "/tmp/x", "--nvme-slab-size", "100001"), "must be a multiple of 4096"),
-        (("--hbm-device", "abacus"), "give cuda:N, or cpu"),
+        pytest.param(("--hbm-device", "abacus"), "give cuda:N, or cpu", marks=TORCH),
         (("--nvme-path", "/etc/passwd"), "tier nvme: /etc/passwd is not a directory"),
         (("--nvme-path", "/etc/passwd/kvd"), "tier nvme: /etc/passwd is not a directory"),
         (("--redis-url", "redis://here/cache"), "DB a number"),
@@ -106,6 +108,7 @@ def test_a_pipe_in_the_place_of_what_a_daemon_keeps_is_passed_over() -> None:
         assert "not a regular file" in daemon.log
 
 
+@TORCH
 def test_a_check_of_whole_tiers_takes_nothing_and_asks_nobody(folder: Path) -> None:
     done = run_kvd(
         "--check", *S3, "--s3-endpoint", "http://127.0.0.1:1", "--redis-url", "redis://127.0.0.1:1",
