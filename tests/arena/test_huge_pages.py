@@ -51,6 +51,18 @@ def gives(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     return give
 
 
+def fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on there is memory for single pages only."""
+    allocate = os.posix_fallocate
+
+    def full(fd: int, offset: int, length: int) -> None:
+        if length > 1:
+            raise OSError(errno.ENOSPC, "full")
+        allocate(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+
 def whole(owner: ArenaOwner) -> bool:
     while not owner.reserve_step():
         pass
@@ -193,14 +205,7 @@ def test_what_lies_in_an_adopted_arena_that_is_reserved_anew_stays(
     again = open_arena(SIZE)
     assert again.adopted and again.reserved == SIZE // 4
     if fails:
-        allocate = os.posix_fallocate
-
-        def full(fd: int, offset: int, length: int) -> None:
-            if length > 1:
-                raise OSError(errno.ENOSPC, "full")
-            allocate(fd, offset, length)
-
-        monkeypatch.setattr(os, "posix_fallocate", full)
+        fill(monkeypatch)
         with pytest.raises(ArenaError, match="no memory for arena"):
             again.reserve_step()
     else:
@@ -213,15 +218,7 @@ def test_memory_that_was_had_in_vain_is_given_back(
 ) -> None:
     monkeypatch.setattr(owner_module, "RESERVE_STEP", SIZE // 4)
     owner = open_arena(SIZE)
-
-    allocate = os.posix_fallocate
-
-    def full(fd: int, offset: int, length: int) -> None:
-        if length > 1:
-            raise OSError(errno.ENOSPC, "full")
-        allocate(fd, offset, length)
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    fill(monkeypatch)
     with pytest.raises(ArenaError, match="no memory for arena"):
         owner.reserve_step()
     assert owner.reserved == os.fstat(owner.fd_arena).st_blocks * 512 == SIZE // 4

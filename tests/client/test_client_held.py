@@ -30,6 +30,15 @@ def stored(client: Client, count: int) -> Any:
     return handle
 
 
+def released(client: Client) -> Any:
+    """The handle of a chunk whose lease's end is held back."""
+    handle = stored(client, 1)
+    found = client.lookup(handle, keys(1))
+    assert found.lease is not None
+    found.lease.release(hold=True)
+    return handle
+
+
 def interrupt(client: Client, monkeypatch: pytest.MonkeyPatch, asked: int) -> None:
     """Instead of the question of that number."""
     submit, count = client.submit_at, 0
@@ -47,10 +56,7 @@ def interrupt(client: Client, monkeypatch: pytest.MonkeyPatch, asked: int) -> No
 def test_a_held_word_goes_out_with_the_next_question_and_before_it(
     fake: FakeDaemon, client: Client
 ) -> None:
-    handle = stored(client, 1)
-    found = client.lookup(handle, keys(1))
-    assert found.lease is not None
-    found.lease.release(hold=True)
+    released(client)
     time.sleep(QUIET_S)
     assert fake.leases
     client.heartbeat()
@@ -61,10 +67,7 @@ def test_a_held_word_goes_out_with_the_next_question_and_before_it(
 def test_a_held_word_goes_out_with_a_flush_that_waits_for_nothing(
     fake: FakeDaemon, client: Client
 ) -> None:
-    handle = stored(client, 1)
-    found = client.lookup(handle, keys(1))
-    assert found.lease is not None
-    found.lease.release(hold=True)
+    handle = released(client)
     written = client.reserve(handle, keys(1, 50))
     assert not fake.leases
     call = written.submit_commit(hold=True)
