@@ -124,15 +124,34 @@ def test_each_kind_of_leak_fails_its_test_and_no_other(tmp_path: Path) -> None:
     assert re.search(rf"shared memory /dev/shm/{name}-[0-9a-f]{{8}}\.s", done.stdout)
 
 
-def test_an_arena_that_is_held_elsewhere_is_another_runs(tmp_path: Path) -> None:
-    """Its files are neither blamed on a test here nor touched."""
+HELD = """
+import os
+import conftest
+
+MADE, SEEN = {made!r}, {seen!r}
+
+
+def test_it_appears():
+    os.rename(MADE, SEEN)
+    if {case!r} == "alone":
+        conftest._others_seen, conftest.OTHER_RUNS = False, conftest.re.compile(rb"(?!)")
+    else:
+        def flock(fd, operation):
+            raise AssertionError("took a lock that another run may want now")
+        conftest._others_seen, conftest.fcntl.flock = True, flock
+"""
+
+
+@pytest.mark.parametrize("case", ["alone", "beside"])
+def test_an_arena_that_is_held_elsewhere_is_another_runs(tmp_path: Path, case: str) -> None:
+    """Its files are neither blamed on a test here nor touched, and its lock is left to it."""
     made = Path("/dev/shm", f"other-{os.getpid()}")
     seen = made.with_name(f"kvd-other-{os.getpid()}")
     made.mkdir()
     (made / "kvd-0-x.s").mkdir()
     with open(made / "kvd-0-x.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        code = f"import os\ndef test_it_appears():\n    os.rename({str(made)!r}, {str(seen)!r})"
+        code = HELD.format(made=str(made), seen=str(seen), case=case)
         try:
             done = _pytest(tmp_path, code)
             assert done.returncode == 0, done.stdout
