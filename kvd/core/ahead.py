@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvd.core.evictions import Evictions, Found, Search
+from kvd.core.evictions import Evictions
 from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.spaces import Space
 from kvd.core.store import Store
+from kvd.core.victims import Found, Search
 
 _SWEEP: Final = 256
 

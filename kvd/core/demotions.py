@@ -5,7 +5,6 @@ small batch at a time. A chunk is sealed before it is written, written only wher
 and dropped only when all of it lies below and nobody holds it. What can't be demoted (the tier is
 full, away, or refuses, or its tenant has its maximum there) is dropped all the same, and counted
 with the reason: the ladder never wedges. A tenant near its maximum in DRAM is thinned out likewise.
-Tenants share a tier's writes by weight, like its reads.
 """
 
 from __future__ import annotations
@@ -15,68 +14,24 @@ from collections.abc import Callable
 from math import ceil
 from typing import Final
 
-from kvd.chunk import State
 from kvd.core import columns as col
-from kvd.core.actions import TierWrite
 from kvd.core.columns import NONE
 from kvd.core.config import WritePolicy
 from kvd.core.drains import Drains
 from kvd.core.events import TierAnswer
-from kvd.core.evictions import Evictions, Found, Search
+from kvd.core.evictions import Evictions
 from kvd.core.jobs import Jobs, Pause, Work, spent
 from kvd.core.lower import READY, Lower, TierJob
+from kvd.core.outbox import Move, Outbox
 from kvd.core.rooms import Rooms
 from kvd.core.shares import NOBODY
 from kvd.core.store import Store
-from kvd.fair import FairQueue
+from kvd.core.victims import Found, Search
 
-_NO_ID: Final = bytes(16)
 _ATTEMPTS: Final = 3  # of one write that finds no room
 _BACKOFF_NS: Final = 50_000_000  # after a batch in which nothing could go
 _MOVES: Final = 256  # under way at a time, of those that are in no hurry
 _THROUGH: Final = 16  # chunks looked at in one event
-
-
-class Move:
-    """One chunk on its way down. `why`: demote, through or drain."""
-
-    __slots__ = (
-        "attempts",
-        "by",
-        "failed",
-        "key",
-        "left",
-        "lower",
-        "nbytes",
-        "row",
-        "size",
-        "sizes",
-        "tenant",
-        "why",
-    )
-
-    def __init__(
-        self,
-        row: int,
-        key: bytes,
-        lower: Lower,
-        why: str,
-        tenant: int,
-        by: int | None,
-        size: int,
-    ) -> None:
-        self.row = row
-        self.tenant = tenant
-        self.by = by  # for whose room; None: whose growth needs some of a class when it goes
-        self.size = size  # of this class
-        self.nbytes = 0  # that it will take below
-        self.key = key
-        self.lower = lower
-        self.why = why
-        self.left = 0  # shards that are not written yet
-        self.failed: TierAnswer | None = None
-        self.attempts = 0
-        self.sizes: list[int] = []  # of the slots that it holds
 
 
 class Demotions:
@@ -103,7 +58,7 @@ class Demotions:
         evictions.lost = self._lost
         self.by_row: dict[int, Move] = {}
         self._sealing: dict[int, Move] = {}  # cell -> who waits for its digest
-        self._outbox: list[FairQueue[tuple[Move, int]]] = [FairQueue() for _ in store.ladder.lowers]
+        self.outbox = Outbox(store, self._lost_shard)
         self._coming: dict[int, int] = {}  # size -> slots that moves under way will free
         self._held: dict[int, int] = {}  # size -> slots that can't be freed before a move is done
         self._running: set[int] = set()  # sizes whose victims are being chosen
@@ -146,7 +101,7 @@ class Demotions:
                 self._level(size, slots)
             else:
                 slabs.ample(size)
-        self._send()
+        self.outbox.send()
 
     def _level(self, size: int, slots: int) -> None:
         """Demote of a class if it is above its high mark."""
@@ -175,7 +130,7 @@ class Demotions:
         """Whether a slot of a class will be free soon; begins to demote if none is."""
         if not self._coming.get(size, 0) and self._takers():
             self._level(size, self._store.slabs.slots.get(size, 0))
-            self._send()
+            self.outbox.send()
         return self._coming.get(size, 0) > 0
 
     def _is_thinning(self, size: int, tenant: int) -> bool:
@@ -189,7 +144,7 @@ class Demotions:
             need = max(size, int(use.maximum[tenant] * (1 - store.config.low)))
             self._thinning[tenant] = 1
             self._jobs.start(self._thin(need, tenant))
-            self._send()
+            self.outbox.send()
         return use.leaving[tenant] > 0
 
     def _thin(self, need: int, tenant: int) -> Work[None]:
@@ -197,7 +152,7 @@ class Demotions:
         store = self._store
         search, begun = Search(), False
         while need > 0:
-            found, row, reason = self._evictions.choose(None, search, tenant, own=True)
+            found, row, reason = self._evictions.victims.choose(None, search, tenant, own=True)
             if found is Found.NOTHING:
                 break
             if found is Found.DONE:
@@ -222,7 +177,7 @@ class Demotions:
         search = Search()
         begun = False
         while need > 0:
-            found, row, reason = self._evictions.choose(size, search)
+            found, row, reason = self._evictions.victims.choose(size, search)
             if found is Found.NOTHING:
                 break
             if found is Found.DONE:
@@ -330,7 +285,7 @@ class Demotions:
             held[size] = held.get(size, 0) + 1
         for cell in missing:
             if cells.marks[cell] & col.SEALED:
-                self._post(move, cell)
+                self.outbox.post(move, cell)
             else:
                 self._sealing[cell] = move
                 self._urge(cell)
@@ -346,7 +301,7 @@ class Demotions:
             move = self._sealing.pop(cell, None)
             if move is not None:
                 if cells.marks[cell] & col.SEALED:
-                    self._post(move, cell)
+                    self.outbox.post(move, cell)
                 else:
                     self._lost_shard(move, TierAnswer.FAILED)
                     continue  # the chunk may have gone with it
@@ -373,36 +328,6 @@ class Demotions:
                 self._through.append((row, self._store.chunks.key_of(row), lower))
 
     # -- one shard ------------------------------------------------------------------------------
-
-    def _post(self, move: Move, cell: int) -> None:
-        """A sealed shard is ready to be written."""
-        store, row = self._store, move.row
-        space = store.spaces.of(store.chunks.space[row])
-        nbytes = space.nbytes[cell - store.chunks.cell[row]]
-        self._outbox[move.lower.number].push(space.namespace, nbytes, (move, cell))
-
-    def set_weight(self, tier: int, namespace: str, weight: float) -> None:
-        """A tenant's share of a tier's bandwidth, against others that want some."""
-        self._outbox[tier].set_weight(namespace, weight)
-
-    def _send(self) -> None:
-        """Hand writes over, as many as the tier takes at a time."""
-        store, cells, chunks = self._store, self._store.cells, self._store.chunks
-        for lower, box in zip(store.ladder.lowers, self._outbox, strict=True):
-            while box and (lower.writing < lower.config.writes or not lower.writable):
-                move, cell = box.pop()
-                if not lower.writable:
-                    self._lost_shard(move, TierAnswer.OFF)
-                    continue
-                space = store.spaces.of(chunks.space[move.row])
-                nbytes = space.nbytes[cell - chunks.cell[move.row]]
-                within = lower.config.write_ns
-                number = store.ladder.begin("write", lower, cell, within, move)
-                header = store.header(cell, State.READY, cells.generation[cell], _NO_ID)
-                offset = store.slabs.offset(cells.record[cell])
-                store.out.append(
-                    TierWrite(number, lower.number, header, offset, nbytes, store.now + within)
-                )
 
     def done(
         self, job: TierJob, answer: TierAnswer, at: int, generation: int, room: int,
@@ -436,7 +361,7 @@ class Demotions:
         """There may be room for it now, or there will be none."""
         assert isinstance(move, Move)
         if room:
-            self._post(move, cell)
+            self.outbox.post(move, cell)
         else:
             self._lost_shard(move, TierAnswer.NO_SPACE)
 
@@ -472,7 +397,7 @@ class Demotions:
         """Drop the chunk here, if nobody has come to hold it meanwhile."""
         store, chunks, row = self._store, self._store.chunks, move.row
         same = chunks.space[row] and chunks.key_of(row) == move.key
-        if not (same and chunks.ready[row] and self._evictions.legal(row)):
+        if not (same and chunks.ready[row] and self._evictions.victims.legal(row)):
             return
         dram = store.shares.dram
         by = store.slabs.needy(move.size) if move.by is None else move.by

@@ -73,7 +73,7 @@ class Members:
         for number, tier in enumerate(shares.tiers[1:]):
             weight = tier.told[tenant].weight
             self._fetches.set_weight(number, name, weight)
-            self._demotions.set_weight(number, name, weight)
+            self._demotions.outbox.set_weight(number, name, weight)
 
     def close_session(self, event: ev.CloseSession) -> None:
         """A client has gone; what it held ends, in slices."""

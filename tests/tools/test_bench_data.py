@@ -7,7 +7,10 @@ from tests.tools.bench import told
 
 def test_data_measures_every_case_beside_its_limit() -> None:
     result = told("data", "--quick", "--rounds", "1")
-    assert set(result) == {"cases", "daemon_cpu_pct_at_1gbps", "daemon_cpu_pct_sealing"}
+    assert set(result) == {
+        "cases", "daemon_cpu_pct_at_1gbps", "daemon_cpu_pct_sealing", "digest_alone_pct",
+    }  # fmt: skip
+    assert 0 < result["digest_alone_pct"] < 500
     assert result["daemon_cpu_pct_at_1gbps"] >= 0
     assert result["daemon_cpu_pct_sealing"] >= 0
     seen = set()

@@ -248,6 +248,7 @@ def _data_tables(result: dict[str, Any]) -> list[Table]:
     for name, key in (
         ("without sealing", "daemon_cpu_pct_at_1gbps"),
         ("with sealing", "daemon_cpu_pct_sealing"),
+        ("the digests of 1 GB/s alone", "digest_alone_pct"),
     ):
         daemon.add_row(name, "-" if result[key] is None else f"{result[key]:.1f}")
     return [table, daemon]

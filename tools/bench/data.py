@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvd.chunk import Outcome
+from kvd.chunk import Outcome, payload_digest
 from kvd.client import Client, SpecHandle
 from kvd.tools.bench import machine
 from kvd.tools.bench.daemon import BenchError, Daemon
@@ -81,6 +81,7 @@ def run_data(
         "cases": cases,
         "daemon_cpu_pct_at_1gbps": plain,
         "daemon_cpu_pct_sealing": sealing,
+        "digest_alone_pct": _digest_alone(shapes[0], 1 if quick else 5),
     }
 
 
@@ -301,6 +302,25 @@ def _paced_cpu(daemon: Daemon, shape: Shape, seconds: float, runs: int, *, seal:
         machine.busy(f"{len(windy)} of {len(calm) + len(windy)} runs at 1 GB/s")
         calm += windy
     return median(calm)
+
+
+def _digest_alone(shape: Shape, runs: int) -> float:
+    """Percent of a core that the digests of 1 GB/s take by themselves, of bytes that lie in memory
+    and in no cache: what sealing must cost on this machine."""
+    memory = Buffer(shape.pass_bytes)
+    memory.fill(5)
+    view, size = memory.array.data, shape.chunk_bytes
+    took: list[float] = []
+    try:
+        for _ in range(runs):
+            begun = time.process_time()
+            for at in range(0, shape.pass_bytes, size):
+                payload_digest(view[at : at + size])
+            took.append(time.process_time() - begun)
+    finally:
+        view.release()
+        memory.close()
+    return 100 * median(took) * _PACE / shape.pass_bytes
 
 
 class Pace:
