@@ -9,12 +9,12 @@ with the reason: the ladder never wedges. A tenant near its maximum in DRAM is t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from math import ceil
 from typing import Final
 
 from kvd.core import columns as col
+from kvd.core.backlog import Backlog
 from kvd.core.columns import NONE
 from kvd.core.config import WritePolicy
 from kvd.core.drains import Drains
@@ -30,7 +30,7 @@ from kvd.core.victims import Found, Search
 
 _ATTEMPTS: Final = 3  # of one write that finds no room
 _BACKOFF_NS: Final = 50_000_000  # after a batch in which nothing could go
-_MOVES: Final = 256  # under way at a time, of those that are in no hurry
+_MOVES: Final = 256  # named ahead for a drain
 _THROUGH: Final = 16  # chunks looked at in one event
 
 
@@ -65,22 +65,20 @@ class Demotions:
         self._not_before: dict[int, int] = {}  # size -> when to try again
         self._thinning: dict[int, int] = {}  # tenant -> gathers under way for its maximum
         self._thin_after: dict[int, int] = {}  # tenant -> when to try again
-        self._through: deque[tuple[int, bytes, Lower]] = deque()
-        self._after: dict[int, list[tuple[int, bytes, Lower]]] = {}  # row -> further tiers
-        self.drains = Drains(store, jobs, self._named, lambda: len(self._through) < _MOVES)
+        self._backlog = Backlog(store)
+        self._after: dict[int, list[Lower]] = {}  # row -> further tiers
+        self.drains = Drains(
+            store, jobs, self._backlog.add, lambda lower: self._backlog.waiting(lower) < _MOVES
+        )
 
     @property
     def busy(self) -> bool:
         """Whether more could be begun in the next slice."""
-        return bool(self._through) and len(self.by_row) < _MOVES
+        return self._backlog.ready
 
     @property
     def moving(self) -> int:
-        return len(self.by_row) + len(self._through) + self.drains.left
-
-    def _named(self, row: int, lower: Lower) -> None:
-        """Write this chunk when there is time."""
-        self._through.append((row, self._store.chunks.key_of(row), lower))
+        return len(self.by_row) + len(self._backlog) + self.drains.left
 
     # -- when -----------------------------------------------------------------------------------
 
@@ -88,12 +86,14 @@ class Demotions:
         """Begin what is due. After every event."""
         store = self._store
         self._sealed()
-        for _ in range(min(_THROUGH, len(self._through), max(0, _MOVES - len(self.by_row)))):
-            row, key, lower = self._through.popleft()
-            if row in self.by_row:  # it is on its way to another tier: this one's turn is next
-                self._after.setdefault(row, []).append((row, key, lower))
-            elif store.chunks.space[row] and store.chunks.key_of(row) == key:
-                self._begin(row, lower, "through")
+        for lower in store.ladder.lowers:
+            for _ in range(_THROUGH):
+                if (row := self._backlog.next(lower)) == NONE:
+                    break
+                if row in self.by_row:  # it is on its way to another tier: this one's turn is next
+                    self._after.setdefault(row, []).append(lower)
+                else:
+                    self._begin(row, lower, "through")
         self.drains.pump()
         slabs = store.slabs
         for size, slots in slabs.slots.items():
@@ -281,6 +281,8 @@ class Demotions:
         if why == "demote":
             held = self._coming
             store.shares.dram.leaving[space.tenant] += sum(move.sizes)
+        else:
+            self._backlog.begun(move)
         for size in move.sizes:
             held[size] = held.get(size, 0) + 1
         for cell in missing:
@@ -293,7 +295,7 @@ class Demotions:
 
     def _sealed(self) -> None:
         """Digests were taken: demotions go on, and chunks for write-through are complete."""
-        store, cells, chunks = self._store, self._store.cells, self._store.chunks
+        store, cells = self._store, self._store.cells
         while store.sealed:
             cell = store.sealed.popleft()
             if cells.state[cell] != col.READY:
@@ -308,7 +310,7 @@ class Demotions:
             row = cells.chunk[cell]
             for lower in store.ladder.lowers:
                 if lower.config.policy is WritePolicy.THROUGH and not self._unsealed(row):
-                    self._through.append((row, chunks.key_of(row), lower))
+                    self._backlog.add(row, lower)
 
     def _unsealed(self, row: int) -> bool:
         store = self._store
@@ -325,7 +327,7 @@ class Demotions:
         """A chunk was hit for the second time."""
         for lower in self._store.ladder.lowers:
             if lower.config.policy is WritePolicy.ON_SECOND_HIT and lower.writable:
-                self._through.append((row, self._store.chunks.key_of(row), lower))
+                self._backlog.add(row, lower)
 
     # -- one shard ------------------------------------------------------------------------------
 
@@ -376,16 +378,21 @@ class Demotions:
             return
         store, row = self._store, move.row
         del self.by_row[row]
-        self._through.extend(self._after.pop(row, ()))
+        for lower in self._after.pop(row, ()):
+            self._backlog.add(row, lower)
         move.lower.use.coming[move.tenant] -= move.nbytes
         held = self._held
         if move.why == "demote":
             held = self._coming
             store.shares.dram.leaving[move.tenant] -= sum(move.sizes)
+        else:
+            self._backlog.ended(move)
         for size in move.sizes:
             held[size] -= 1
         self._count(row, "written" if move.failed is None else move.failed.value)
         goes = move.why == "demote"
+        if goes and move.failed is None:
+            self._evictions.hopeful(move.sizes, move.tenant)
         store.ladder.release(row)
         if goes:
             self._ended(move)

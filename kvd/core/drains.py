@@ -25,14 +25,14 @@ _BAND_LEAST = 1024  # chunks; fewer are one band
 
 
 class Drains:
-    """`name(row, lower)`: write this; `wanted()`: whether more should be named now."""
+    """`name(row, lower)`: write this; `wanted(lower)`: whether more should be named now."""
 
     def __init__(
         self,
         store: Store,
         jobs: Jobs,
         name: Callable[[int, Lower], None],
-        wanted: Callable[[], bool],
+        wanted: Callable[[Lower], bool],
     ) -> None:
         self._store = store
         self._jobs = jobs
@@ -40,6 +40,7 @@ class Drains:
         self._wanted = wanted
         self._counting = 0
         self._feeding: dict[int, int] = {}  # by drain: chunks that are not named yet
+        self._to: dict[int, Lower] = {}  # by drain
 
     @property
     def left(self) -> int:
@@ -48,7 +49,7 @@ class Drains:
 
     def pump(self) -> None:
         """After every event: who waits until more is wanted goes on."""
-        if self._feeding and self._wanted() and self._jobs.parked(Pause.DEMOTION):
+        if any(map(self._wanted, self._to.values())) and self._jobs.parked(Pause.DEMOTION):
             self._jobs.wake(Pause.DEMOTION)
 
     def begin(self, lower: Lower) -> Work[int]:
@@ -68,7 +69,7 @@ class Drains:
             self._counting -= 1
         if count:
             number = store.handle()
-            self._feeding[number] = count
+            self._feeding[number], self._to[number] = count, lower
             self._jobs.start(self._feed(number, lower, self._edges(samples, count)))
         return count
 
@@ -98,7 +99,7 @@ class Drains:
                 for begin in range(0, chunks.used, _STRIDE):
                     rows = self._band(lower, begin, edge, above)
                     for at in range(0, len(rows), _PIECE):
-                        while not self._wanted():
+                        while not self._wanted(lower):
                             yield Pause.DEMOTION
                         piece = rows[at : at + _PIECE].tolist()
                         for row in piece:
@@ -110,7 +111,7 @@ class Drains:
                         yield Pause.SLICE
                 above = edge
         finally:
-            del self._feeding[number]
+            del self._feeding[number], self._to[number]
 
     def _band(
         self, lower: Lower, begin: int, edge: int | None, above: int | None

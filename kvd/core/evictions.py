@@ -7,7 +7,7 @@ with its own. Waiting has a bound, and NO_ROOM means that nothing of these is le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from math import ceil
 from typing import Final
 
@@ -37,6 +37,9 @@ class Evictions:
         # the same for a tenant that is at its maximum: whether it is being thinned out
         self.thinning: Callable[[int, int], bool] = lambda size, tenant: False
         self.moving: Callable[[int], bool] = lambda size: False  # some are in a tier's hands
+        # size classes, and tenants at their maximum, for whom a wait brought nothing: none waits
+        # again before a demotion has been done
+        self._vain: set[tuple[str, int]] = set()
         self.settled: Callable[[int], bool] = self._clean  # it is where it would be demoted to
         self.lost: Callable[[int], None] = lambda row: None  # a chunk goes and is nowhere below
 
@@ -79,7 +82,7 @@ class Evictions:
                 continue
             if store.layered and self._drop_clean(size, tenant):
                 continue
-            if self.coming(size) and (not until or store.now < until):
+            if self.coming(size) and self._patient(("size", size), until):
                 until = until or self._wait()
                 yield Pause.DEMOTION
                 search = Search()
@@ -122,6 +125,18 @@ class Evictions:
         slots = store.slabs.slots.get(size, 0)
         return max(1, ceil(slots * (1 - store.config.high)) // 2) if slots >= _CROWD else 0
 
+    def _patient(self, what: tuple[str, int], until: int) -> bool:
+        """Whether a demotion that is under way is waited for (on), until then."""
+        if until and self._store.now >= until:
+            self._vain.add(what)
+        return what not in self._vain
+
+    def hopeful(self, sizes: Iterable[int], tenant: int) -> None:
+        """A demotion of a tenant's chunk with slots of these classes has been done."""
+        if self._vain:
+            self._vain.difference_update(("size", size) for size in sizes)
+            self._vain.discard(("tenant", tenant))
+
     def _wait(self) -> int:
         """How long a slot is waited for that may come: ns. The waiting is woken then."""
         store = self._store
@@ -139,7 +154,8 @@ class Evictions:
             if size > use.maximum[tenant]:
                 return False
             store.touches.apply()
-            if store.layered and (not until or store.now < until) and self.thinning(size, tenant):
+            coming = store.layered and self.thinning(size, tenant)
+            if coming and self._patient(("tenant", tenant), until):
                 until = until or self._wait()
                 yield Pause.DEMOTION
                 search = Search()

@@ -151,7 +151,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("tiers", "transient_share", "transient_share", 0.1, number(0, 0.5, "of the arena"),
             "SHARE", "most of the arena that first hits from tiers below may hold"),
     Setting("tiers", "room_wait_s", "room_wait_s", 0.05, number(0, 60, "seconds"), "SECONDS",
-            "how long a store that finds DRAM full waits for demotions before chunks are dropped"),
+            "how long a store that finds DRAM full waits for demotions before chunks are dropped; "
+            "after a wait in vain none waits before a demotion is done"),
     Setting("tiers", "retry_s", "retry_s", 30, number(0.01, DAY, "seconds"), "SECONDS",
             "a tier that fails is tried again after a second, then after ever longer, but never "
             "later than this"),

@@ -75,7 +75,7 @@ def test_no_more_are_named_than_can_be_under_way_soon() -> None:
     world.handle(ev.TierCommand(client.number, "drain", "nvme", "drain"))  # type: ignore[arg-type]
     world.settle()
     demotions = world.core._demotions
-    assert len(demotions._through) + len(demotions.by_row) <= 2 * 256 + 128
+    assert len(demotions._backlog) + len(demotions.by_row) <= 256 + 128 + 4 * 4
     assert world.core.moving >= 1100
     assert len(written(world)) == 1200
 
