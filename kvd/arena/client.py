@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 from kvd.arena.layout import EPOCH, PAGE, RESERVED, SUPER_WORDS, Superblock
 from kvd.arena.mapping import Mapping
 from kvd.chunk import HEADER_BYTES, RECORD_DTYPE, ChunkHeader, SlotRef
-from kvd.errors import ArenaError
+from kvd.errors import ArenaError, KvdError
 
 _FIELDS: dict[str, Any] = dict(RECORD_DTYPE.fields or {})
 _GENERATION_AT = int(_FIELDS["generation"][1])
@@ -57,6 +57,7 @@ class ArenaMap:
         self._generations = self._records["generation"]
         self._quads: memoryview[int] = raw[: len(raw) // 8 * 8].data.cast("Q")
         self._first = (block.geometry.record_at(0) + _GENERATION_AT) // 8
+        self._why: KvdError | None = None  # it was closed
         self.expected_epoch = self.epoch()
 
     @property
@@ -80,7 +81,10 @@ class ArenaMap:
         """`length` bytes of the arena from `offset`. ArenaError, Forked."""
         if offset < 0 or length < 0 or offset + length > self.size:
             raise ArenaError(f"range ({offset}, {length}) is outside of {self.size} arena bytes")
-        return self._payload.bytes[offset : offset + length].data
+        try:
+            return self._payload.bytes[offset : offset + length].data
+        except ArenaError:
+            raise self._closed() from None
 
     def as_array(self, ref: SlotRef | np.void, dtype: DTypeLike = np.uint8) -> NDArray[Any]:
         """The payload as a flat array of dtype. ArenaError also if its size does not divide."""
@@ -92,22 +96,25 @@ class ArenaMap:
 
     def epoch(self) -> int:
         """The daemon's epoch as it stands in shared memory now; 0 in an arena that was given up."""
+        word = self._word  # before the check: another thread may close it behind that
         self._check_alive()
-        return int(self._word[EPOCH])
+        return int(word[EPOCH])
 
     def reserved(self) -> int:
         """Bytes from the arena's start that have memory behind them. Grows up to `size` while the
         daemon reserves; what lies beyond must not be touched."""
+        word = self._word
         self._check_alive()
-        return int(self._word[RESERVED])
+        return int(word[RESERVED])
 
     def generations(self, records: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
         """Generations (u64) of the records with these numbers, as they stand now. ArenaError if
         one is out of range."""
+        generations = self._generations
         self._check_alive()
         if records.size and not 0 <= int(records.min()) <= int(records.max()) < self.records:
             raise ArenaError(f"a record number is beyond the table's {self.records}")
-        now: NDArray[np.uint64] = self._generations[records]
+        now: NDArray[np.uint64] = generations[records]
         return now
 
     def check(self, refs: NDArray[np.void], epoch: int | None = None) -> NDArray[np.bool_]:
@@ -118,10 +125,11 @@ class ArenaMap:
         reused. On x86 the loads here come after the loads of the payload; on machines with weaker
         ordering Python has no barrier to give, and the reply to the lease's release confirms it.
         """
+        generations = self._generations
         self._check_alive()
         records = refs["record"]
         there = records < self._geometry.records
-        fresh = there & (self._generations[np.where(there, records, 0)] == refs["generation"])
+        fresh = there & (generations[np.where(there, records, 0)] == refs["generation"])
         if self.epoch() != (self.expected_epoch if epoch is None else epoch):
             fresh[:] = False
         result: NDArray[np.bool_] = fresh
@@ -130,8 +138,8 @@ class ArenaMap:
     def unchanged(self, refs: Iterable[tuple[int, int, int, int, int]], epoch: int) -> bool:
         """`check` in one answer for a few references, as tuples in the order of SlotRef's fields:
         whether all of them are still what they were."""
-        self._check_alive()
         quads, first, records = self._quads, self._first, self._geometry.records
+        self._check_alive()
         for ref in refs:
             record = ref[1]
             if record >= records or quads[first + record * _RECORD_QUADS] != ref[4]:
@@ -141,7 +149,7 @@ class ArenaMap:
     def header(self, record: Any) -> ChunkHeader:
         """A record's header, by any integer: a reference's fields may be numpy's. ArenaError if
         none is there (or it is being written each time)."""
-        self._check_alive()
+        table = self._table_bytes()
         record = operator.index(record)
         if not 0 <= record < self._geometry.records:
             raise ArenaError(f"record {record} is beyond the table's {self._geometry.records}")
@@ -149,7 +157,7 @@ class ArenaMap:
         problem = ""
         for _ in range(3):  # the daemon may be in the middle of writing it
             try:
-                return ChunkHeader.unpack(self._table.bytes[at : at + HEADER_BYTES].tobytes())
+                return ChunkHeader.unpack(table[at : at + HEADER_BYTES].tobytes())
             except ValueError as error:
                 problem = str(error)
         raise ArenaError(f"record {record}: {problem}")
@@ -159,8 +167,11 @@ class ArenaMap:
         changes no byte. ArenaError, Forked."""
         self._payload.populate(offset, length, write=write)
 
-    def close(self) -> None:
-        """Let go. Idempotent; also safe in a forked child."""
+    def close(self, why: KvdError | None = None) -> None:
+        """Let go. Idempotent; also safe in a forked child. Whoever uses it afterwards is told
+        `why`, else an ArenaError."""
+        if self._why is None:
+            self._why = why
         self._payload.close()
         self._table.close()
         # An empty slice would keep the mapping alive.
@@ -170,4 +181,15 @@ class ArenaMap:
         self._quads = memoryview(b"")
 
     def _check_alive(self) -> None:
-        _ = self._table.bytes
+        self._table_bytes()
+
+    def _table_bytes(self) -> NDArray[np.uint8]:
+        try:
+            return self._table.bytes
+        except ArenaError:
+            raise self._closed() from None
+
+    def _closed(self) -> KvdError:
+        """What to tell whoever uses a closed map: each time a new one, for it gets a traceback."""
+        why = self._why
+        return ArenaError("the mapping was closed") if why is None else type(why)(str(why))

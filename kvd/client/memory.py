@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 from kvd.arena import ArenaMap
 from kvd.chunk import HeaderFlag, list_refs
 from kvd.client.link import Link
-from kvd.errors import ArenaError, ProtocolError, Unavailable
+from kvd.errors import ArenaError, ClientClosed, ProtocolError, StaleEpoch, Unavailable
 from kvd.wire.attach import FDS_PER_ARENA
 
 PREFAULT_STEP = 32 << 20  # bytes at a time: what a prefault may delay others' page faults by
@@ -64,7 +64,8 @@ class Memory:
             maps[told.number] = known
         for arena_id, old in self._by_id.items():
             if arena_id not in by_id:
-                old.close()  # views that are still in use keep the memory
+                # views that are still in use keep the memory
+                old.close(StaleEpoch("the daemon has another arena now: look the keys up again"))
         self._by_id = by_id
         self.maps = link.maps = maps
         for fd in fds:
@@ -80,7 +81,7 @@ class Memory:
         if thread is not None and thread is not threading.current_thread():
             thread.join(5.0)
         for known in self._by_id.values():
-            known.close()
+            known.close(ClientClosed("the client was closed"))
         self._by_id, self.maps = {}, {}
 
     def _start(self, maps: Sequence[ArenaMap]) -> None:
@@ -92,7 +93,7 @@ class Memory:
     def _run(self, maps: Sequence[ArenaMap]) -> None:
         for known in maps:
             # A slow first pass is all that an error, or a map that was closed, costs.
-            with contextlib.suppress(ArenaError):
+            with contextlib.suppress(ArenaError, ClientClosed, StaleEpoch):
                 self._fault_in(known)
 
     def _fault_in(self, known: ArenaMap) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvd.arena import ArenaMap
 from kvd.arena import mapping as mapping_module
 from kvd.arena.mapping import Mapping
 from kvd.chunk import REF_DTYPE, ChunkHeader, SlotRef, State, pack_refs, unpack_refs
-from kvd.errors import ArenaError, Forked
+from kvd.errors import ArenaError, ClientClosed, Forked
 
 HEADER = ChunkHeader(kind=1, state=State.READY, length=5, generation=7)
 
@@ -185,6 +186,33 @@ def test_a_view_outlives_its_map_and_the_last_one_unmaps(base: Path, open_arena:
     del view, array
     gc.collect()
     assert len(mapped(base)) == before
+
+
+def test_whoever_uses_a_closed_map_is_told_why_it_was_closed(open_arena: Open) -> None:
+    owner = open_arena()
+    client = ArenaMap(owner.fd_arena, owner.fd_table)
+    refs = unpack_refs(pack_refs([SlotRef(0, 0, 4096, 64, 1)]))
+    client.close(ClientClosed("it was time"))
+    uses: list[Callable[[], object]] = [
+        lambda: client.view(refs[0]),
+        lambda: client.view_at(0, 8),
+        lambda: client.as_array(refs[0]),
+        lambda: client.check(refs),
+        lambda: client.unchanged([(0, 0, 4096, 64, 1)], 1),
+        lambda: client.generations(np.array([0])),
+        lambda: client.header(0),
+        client.epoch,
+        client.reserved,
+    ]
+    told = []
+    for use in uses:
+        with pytest.raises(ClientClosed, match="it was time") as caught:
+            use()
+        told.append(caught.value)
+    assert len(set(map(id, told))) == len(uses)
+    client.close()
+    with pytest.raises(ClientClosed):
+        client.epoch()
 
 
 def test_an_owner_that_closed_has_nothing_mapped(base: Path, open_arena: Open) -> None:

@@ -21,6 +21,7 @@ from fake_daemon import in_child, keys, make_spec
 from kvd.chunk import Outcome
 from kvd.client import Client, Selector
 from kvd.errors import (
+    ClientClosed,
     ConfigError,
     LeaseLost,
     LimitExceeded,
@@ -236,6 +237,19 @@ def test_bytes_read_over_a_restart_are_lease_lost(daemon: DaemonProcess, client:
         daemon.start()
         assert len(bytes(view)) == SIZE  # memory, but nobody's word for it
         found.transfer.check()
+
+
+def test_a_load_whose_client_was_closed_says_so(client: Client) -> None:
+    handle = stored(client, 2)
+    found = client.lookup(handle, keys(2), load=True)
+    transfer, lease = found.transfer, found.lease
+    assert transfer is not None and lease is not None
+    view = transfer.view(0)
+    client.close()
+    assert bytes(view) == bytes(view)  # still memory
+    for use in (lambda: transfer.view(1), transfer.check, lease.check):
+        with pytest.raises((ClientClosed, LeaseLost)):
+            use()
 
 
 def test_a_daemon_that_drains_says_so_and_ends_well(daemon: DaemonProcess, client: Client) -> None:
