@@ -153,6 +153,13 @@ class Loop:
             self.faults += 1
             log.exception("fault in the loop; it goes on")
 
+    def deafen(self) -> None:
+        """What is asked for by signals is done: more of them are ignored, also after `close`, as
+        long as the process has to end. Main thread only."""
+        for number, _ in self._old_signals:
+            signal.signal(number, signal.SIG_IGN)
+        self._old_signals.clear()
+
     def close(self) -> None:
         """Give signals back and close what the loop made; sockets and descriptors are others'."""
         for number, handler in self._old_signals:

@@ -119,6 +119,7 @@ def run(argv: Sequence[str]) -> int:
         log.exception("the daemon can't go on")
         return FAULT
     finally:
+        server.loop.deafen()  # who asks once more to stop must not make an order out of it
         server.shutdown()
     return OK
 

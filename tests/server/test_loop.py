@@ -86,6 +86,19 @@ def test_a_signal_is_told_in_a_turn(loop: Loop) -> None:
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
+def test_a_loop_that_is_done_ignores_signals_for_good(loop: Loop) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    loop.on_signals([signal.SIGUSR1], lambda number: None)
+    try:
+        loop.deafen()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        loop.close()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_a_request_that_comes_meanwhile_goes_before_the_next_piece_of_other_work(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -308,6 +308,22 @@ def test_nothing_listens_on_a_network_by_default() -> None:
                 assert line.split()[9] not in inodes
 
 
+@pytest.mark.parametrize("gap_s", [0.0, 0.01, 0.02, 0.04, 0.08])
+def test_who_asks_twice_to_stop_gets_an_orderly_end(gap_s: float) -> None:
+    """As a supervisor does that tells the whole group."""
+    with DaemonProcess(arena_size="8MiB") as daemon:
+        process = daemon.process
+        assert process is not None
+        daemon.signal(signal.SIGTERM)
+        end = time.monotonic() + 10
+        while process.poll() is None:
+            time.sleep(gap_s)
+            process.send_signal(signal.SIGTERM)
+            assert time.monotonic() < end, "it does not end"
+        assert process.returncode == 0
+
+
+
 def test_readiness_watchdog_and_stopping_are_told(folder: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
         notify.bind(str(folder / "n"))
