@@ -103,8 +103,10 @@ class Policy(ABC):
         leased, or being written. Post: those that have nothing below them are named behind all
         others of their queue, until they are used, or their turn comes again as others are
         evicted; so that a search meets each of them once, and evictions cost no more for many of
-        them. No use is counted. Without a better way, they count as used."""
-        self.touch(chunks[::-1], now)
+        them. No use is counted. Without a better way, they count as used, each by itself: `touch`
+        is told of a leaf alone."""
+        for chunk in reversed(chunks):
+            self.touch([chunk], now)
 
     def cool(self, chunks: Sequence[int], now: int) -> None:  # noqa: B027 - nothing is allowed
         """These chunks, in order from leaf to root, are said not to be used again: a hint. Post:
