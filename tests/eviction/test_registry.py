@@ -76,6 +76,37 @@ def test_what_is_wrong_is_named(spec: str, says: str) -> None:
         factory(spec, importlib.import_module)
 
 
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("crf:foo=3", "no option 'foo'; it has half_life_s, ghost_factor, same_use_s"),
+        ("crf:half_life_s=3,foo=3,bar=4", "no option 'foo', 'bar'; it has half_life_s, "),
+        ("lru:foo=3", "no option 'foo'; it has none"),
+        ("reuse:horizn=3", "no option 'horizn'; it has ghost_factor, horizon, prior, same_use_s"),
+    ],
+)
+def test_an_option_that_is_none_names_those_that_are(spec: str, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        factory(spec)
+    assert f"policy {spec!r}: {says}" in str(refused.value)
+
+
+@pytest.mark.parametrize("spec", ["adaptive:margin=0.1,foo=3", "adaptive:half_lives_s=3"])
+def test_where_it_is_not_known_what_it_has_the_docs_are_named(spec: str) -> None:
+    """A list of numbers can't be said in an option, nor does a compiled class tell it."""
+    with pytest.raises(ConfigError, match=r"docs/eviction\.md$|'foo'; it has ghost_factor"):
+        factory(spec)
+
+
+def test_what_a_policy_of_ones_own_takes_is_its_own_matter() -> None:
+    class Mine(Crf):
+        def __init__(self, **options: float) -> None:
+            raise TypeError("not on Mondays")
+
+    with pytest.raises(ConfigError, match=r"not on Mondays$"):
+        factory("mine.Mine:foo=3", lambda module: SimpleNamespace(Mine=Mine))
+
+
 def test_a_module_or_class_that_exits_is_refused_like_any_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
