@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
+from types import NoneType
 from typing import Any, Final
 
 from kvd.errors import ConfigError
@@ -95,14 +96,10 @@ def _misfit(policy: type[Policy], given: dict[str, float], error: TypeError) -> 
     """Which of the options is none of the policy's, and which it has."""
     has = _parameters(policy)
     if has is None or all(name in has for name in given):
-        see = (
-            "; its options are in docs/eviction.md" if policy in POLICIES.values() and given else ""
-        )
-        return f"{error}{see}"
-    wrong = [name for name in given if name not in has]
-    known = [name for name, default in has.items() if not isinstance(default, Sequence)]
-    there = f"it has {', '.join(known)}" if known else "it has none"
-    return f"no option {', '.join(map(repr, wrong))}; {there}"
+        return str(error)
+    wrong = ", ".join(repr(name) for name in given if name not in has)
+    numbers = [n for n, default in has.items() if not isinstance(default, Sequence | NoneType)]
+    return f"no option {wrong}; it has {', '.join(numbers) or 'none'} (see docs/eviction.md)"
 
 
 def _parameters(policy: type[Policy]) -> dict[str, object] | None:
