@@ -261,7 +261,6 @@ class FakeS3:
         cut = f"<IsTruncated>{str(more).lower()}</IsTruncated>"
         return element("ListBucketResult", cut + rows + token)
 
-
     def list_uploads(self, r: Request) -> Response:
         prefix = r.query.get("prefix", [""])[0]
         rows = (
