@@ -42,7 +42,7 @@ class Adaptive(LeafPolicy):
 
     def __init__(
         self,
-        half_lives_s: Sequence[float] = HALF_LIVES_S,
+        half_lives_s: Sequence[float] | None = None,  # else compiled, no options are told
         ghost_factor: float = 2.0,
         period_s: float = 60.0,
         decay: float = 0.8,
@@ -50,6 +50,7 @@ class Adaptive(LeafPolicy):
         same_use_s: float = SAME_USE_S,
     ) -> None:
         super().__init__(same_use_s)
+        half_lives_s = HALF_LIVES_S if half_lives_s is None else half_lives_s
         self._half_ns = [h * 1e9 for h in half_lives_s]
         self._columns_of = [array("d") for _ in half_lives_s]
         self._ruler = 0

@@ -7,10 +7,12 @@ names a policy of one's own. Options follow a colon: `crf:half_life_s=300,ghost_
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
+from types import NoneType
 from typing import Any, Final
 
 from kvd.errors import ConfigError
@@ -41,13 +43,16 @@ def factory(spec: str, load: Load | None = None) -> Callable[[], Policy]:
     `package.module.Class` (needs `load`), then perhaps `:option=number,...`. ConfigError names
     what is wrong and what would be right."""
     name, _, options = spec.strip().partition(":")
-    made = partial(_find(name, load), **_options(name, options))
+    found = _find(name, load)
+    given = _options(name, options)
+    made = partial(found, **given)
     try:
         made()
     except SystemExit as error:
         raise ConfigError(f"policy {spec!r} exits when it is made ({error})") from error
     except Exception as error:
-        raise ConfigError(f"policy {spec!r}: {error}") from error
+        why = _misfit(found, given, error) if isinstance(error, TypeError) else str(error)
+        raise ConfigError(f"policy {spec!r}: {why}") from error
     return made
 
 
@@ -85,6 +90,31 @@ def _find(name: str, load: Load | None) -> type[Policy]:
             f"eviction policy {name!r} is no class that fulfils Policy: it lacks {', '.join(lacks)}"
         )
     return found
+
+
+def _misfit(policy: type[Policy], given: dict[str, float], error: TypeError) -> str:
+    """Which of the options is none of the policy's, and which it has."""
+    has = _parameters(policy)
+    if has is None or all(name in has for name in given):
+        return str(error)
+    wrong = ", ".join(repr(name) for name in given if name not in has)
+    numbers = [n for n, default in has.items() if not isinstance(default, Sequence | NoneType)]
+    return f"no option {wrong}; it has {', '.join(numbers) or 'none'} (see docs/eviction.md)"
+
+
+def _parameters(policy: type[Policy]) -> dict[str, object] | None:
+    """Names and defaults; None where it takes any, or does not say."""
+    if policy.__text_signature__ is None and not inspect.isfunction(
+        inspect.getattr_static(policy, "__init__")
+    ):
+        return None  # compiled, and what `signature` would find is its base's
+    try:
+        has = inspect.signature(policy).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in has):
+        return None
+    return {one.name: one.default for one in has}
 
 
 def _options(name: str, text: str) -> dict[str, float]:

@@ -52,6 +52,7 @@ class FakeS3:
         self.objects: dict[str, bytes] = {}
         self.modified: dict[str, float] = {}  # unix s, whole: as S3 tells them
         self.uploads: dict[str, dict[int, bytes]] = {}
+        self.begun: dict[str, tuple[str, float]] = {}  # an upload's key, and when it began: unix s
         self.requests: list[Request] = []
         self.accepts = 0
         self.hook: Hook = lambda request: None
@@ -182,12 +183,14 @@ class FakeS3:
                 for key in keys:
                     self.objects.pop(key.decode(), None)
                 return element("DeleteResult", "")
-            if "uploads" in r.query:
-                return element("ListMultipartUploadsResult", "")
-            return self.list(r)
+            return self.list_uploads(r) if "uploads" in r.query else self.list(r)
         there = self.objects.get(r.key)
         if r.method != "DELETE" and r.query.get("uploadId", [""])[0] not in ("", *self.uploads):
             return error(404, "NoSuchUpload")
+        if r.method == "GET" and "uploadId" in r.query:
+            parts = self.uploads[r.query["uploadId"][0]]
+            rows = (f"<Part><PartNumber>{n}</PartNumber></Part>" for n in sorted(parts))
+            return element("ListPartsResult", "".join(rows))
         if r.method in ("GET", "HEAD"):
             if there is None:
                 return error(404, "NoSuchKey")
@@ -198,6 +201,7 @@ class FakeS3:
         if r.method == "POST" and "uploads" in r.query:
             upload = f"u{len(self.uploads)}-{time.time_ns()}"
             self.uploads[upload] = {}
+            self.begun[upload] = (r.key, time.time())
             return element("InitiateMultipartUploadResult", f"<UploadId>{upload}</UploadId>")
         if r.method == "DELETE" and "uploadId" in r.query:
             self.uploads.pop(r.query["uploadId"][0], None)
@@ -256,6 +260,16 @@ class FakeS3:
         token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
         cut = f"<IsTruncated>{str(more).lower()}</IsTruncated>"
         return element("ListBucketResult", cut + rows + token)
+
+    def list_uploads(self, r: Request) -> Response:
+        prefix = r.query.get("prefix", [""])[0]
+        rows = (
+            f"<Upload><Key>{escape(key)}</Key><UploadId>{upload}</UploadId>"
+            f"<Initiated>{_iso(at)}</Initiated></Upload>"
+            for upload, (key, at) in self.begun.items()
+            if upload in self.uploads and key.startswith(prefix)
+        )
+        return element("ListMultipartUploadsResult", "".join(rows))
 
 
 def element(name: str, inside: str) -> Response:

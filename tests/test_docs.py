@@ -95,3 +95,39 @@ def test_operations_lists_every_setting_with_its_default() -> None:
             shown = "" if default in ("", []) else str(default)
         wanted[setting.name] = [setting.flag, setting.env, shown]
     assert rows == wanted
+
+
+def test_operations_begins_each_description_as_its_help_does() -> None:
+    """With a capital; but a value (`redis://…`, `cuda:N`) stands as it is given."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    told = {cells[0].strip("`"): cells[-1] for cells in _rows(text) if len(cells) == 5}
+    wanted = {}
+    for setting in SETTINGS:
+        first = setting.help.split()[0]
+        is_value = re.search(r"[:/]", first)
+        wanted[setting.name] = first if is_value else first[0].upper() + first[1:]
+    assert {name: told[name].split()[0] for name in wanted} == wanted
+
+
+def _rows(text: str) -> list[list[str]]:
+    """Cells of all rows of tables: a bar in a cell is escaped, in code too."""
+    lines = [line.strip() for line in text.splitlines() if line.lstrip().startswith("|")]
+    return [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line[1:].removesuffix("|"))]
+        for line in lines
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_row_has_as_many_cells_as_its_header(page: Path) -> None:
+    """A cell too many is shown by nobody."""
+    wrong, header = [], 0
+    for line in _prose(page).splitlines():
+        if not line.lstrip().startswith("|"):
+            header = 0
+            continue
+        (cells,) = _rows(line)
+        header = header or len(cells)
+        if len(cells) != header:
+            wrong.append(f"{len(cells)} cells, not {header}: {line}")
+    assert not wrong

@@ -82,8 +82,15 @@ class Crew:
     def hire_spares(self, now: int) -> None:
         """As many as hang."""
         stuck = self.stuck(now)
-        for _ in range(self._usual + min(stuck, self._spares) - len(self.workers)):
-            log.warning("tier %s: %d workers hang; a spare one is put beside", self._name, stuck)
+        lacking = self._usual + min(stuck, self._spares) - len(self.workers)
+        if lacking > 0:
+            log.warning(
+                "tier %s: %d workers hang; spare ones are put beside: %d",
+                self._name,
+                stuck,
+                lacking,
+            )
+        for _ in range(lacking):
             self._meter.count("stuck_workers")
             self._hire()
 

@@ -76,6 +76,39 @@ def test_what_is_wrong_is_named(spec: str, says: str) -> None:
         factory(spec, importlib.import_module)
 
 
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("crf:foo=3", "no option 'foo'; it has half_life_s, ghost_factor, same_use_s"),
+        ("crf:half_life_s=3,foo=3,bar=4", "no option 'foo', 'bar'; it has half_life_s, "),
+        ("lru:foo=3", "no option 'foo'; it has none"),
+        # a list of numbers can't be said in an option
+        ("adaptive:foo=3", "no option 'foo'; it has ghost_factor, period_s, decay, margin, same"),
+        ("reuse:horizn=3", "no option 'horizn'; it has ghost_factor, horizon, prior, same_use_s"),
+    ],
+)
+def test_an_option_that_is_none_names_those_that_are(spec: str, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        factory(spec)
+    assert f"policy {spec!r}: {says}" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_policy_tells_its_options(name: str) -> None:
+    """A compiled one too, which is silent if a default is no literal."""
+    with pytest.raises(ConfigError, match="no option 'foo'; it has "):
+        factory(f"{name}:foo=3")
+
+
+def test_what_a_policy_of_ones_own_takes_is_its_own_matter() -> None:
+    class Mine(Crf):
+        def __init__(self, **options: float) -> None:
+            raise TypeError("not on Mondays")
+
+    with pytest.raises(ConfigError, match=r"not on Mondays$"):
+        factory("mine.Mine:foo=3", lambda module: SimpleNamespace(Mine=Mine))
+
+
 def test_a_module_or_class_that_exits_is_refused_like_any_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvd.server.settings import SETTINGS
 from kvd.tools.cli.console import Output, cell
+from kvd.tools.cli.settings import _text
 from kvd.tools.cli.units import (
     clean,
     format_bytes,
@@ -150,3 +152,9 @@ def test_a_long_table_says_what_a_short_one_says_and_takes_no_time(
     output.long_table(heads, (["key", f"{number} B", "sealed"] for number in range(100_000)))
     assert time.perf_counter() - begun < 10  # rich: more than a minute
     assert len(capsys.readouterr().out.splitlines()) == 100_002
+
+
+def test_settings_that_are_sizes_are_shown_as_sizes() -> None:
+    shown = {one.name for one in SETTINGS if _text(one.name, 3 << 30) == "3 GiB"}
+    assert shown == {one.name for one in SETTINGS if one.metavar == "SIZE"}
+    assert _text("tiers.hbm.scrub", 0) == "0 B" and _text("arena.slab_size", None) == "-"

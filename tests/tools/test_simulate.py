@@ -107,6 +107,15 @@ def test_a_line_that_does_not_hold_is_named(tmp_path: Path, lines: str, says: st
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("lines", ["root:x:0:0::/root:\n", "[1, 2]\n", "{}\n", "[\n {}\n]\n", "x"])
+def test_what_is_no_recording_says_how_one_is_made(tmp_path: Path, lines: str) -> None:
+    path = tmp_path / "passwd"
+    path.write_text(lines)
+    with pytest.raises(TraceError, match=r"a daemon with trace\.record = PATH writes") as caught:
+        read_trace(path)
+    assert "one JSON object a line with timestamp, input_length and hash_ids" in str(caught.value)
+
+
 def test_a_last_line_that_was_cut_is_passed_over(tmp_path: Path) -> None:
     """As a daemon leaves it that was killed while it wrote."""
     file = write(tmp_path / "cut.jsonl", row(0, 600, 1, 2), row(1, 600, 1, 3))

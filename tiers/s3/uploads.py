@@ -3,6 +3,7 @@
 The law of this module: an object is written under a condition, whole or not at all; parts of an
 upload that failed are given back, as soon as the server lets that be, and those that a killed
 daemon left are once they are old: a start looks for them, and then somebody does every six hours.
+Of an upload whose begin was not answered there is no id: tiers/s3/unanswered.py looks for it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvd.tiers.base import Reason
 from kvd.tiers.s3.bucket import Bucket
 from kvd.tiers.s3.calls import NotThere, PreconditionFailed, may_have_worked
 from kvd.tiers.s3.objects import Body, crc32c
+from kvd.tiers.s3.unanswered import Unanswered
 
 _TYPE = "application/octet-stream"
 MOST_LOST = 4096
@@ -41,6 +43,8 @@ class Uploads:
         self._bucket = bucket
         self._lock = threading.Lock()
         self._lost: deque[tuple[str, str]] = deque()  # (name, upload) that could not be aborted
+        self._open: set[str] = set()  # ids of uploads that somebody here is at
+        self._unanswered = Unanswered(bucket, self._at_work)
         self._stale_at = 0  # CLOCK_MONOTONIC: when to look for old ones
 
     def send(
@@ -74,6 +78,10 @@ class Uploads:
             deadline,
         )
 
+    def _at_work(self) -> frozenset[str]:
+        with self._lock:
+            return frozenset(self._open)
+
     def _send_parts(
         self,
         name: str,
@@ -83,11 +91,7 @@ class Uploads:
         deadline: int,
     ) -> None:
         bucket, client, at = self._bucket, self._bucket.client, self._bucket.at(name)
-        upload = bucket.run(
-            "CreateMultipartUpload",
-            lambda: told(client.create_multipart_upload(**at, ContentType=_TYPE), "UploadId"),
-            deadline,
-        )
+        upload = self._begin(name, deadline)
         size = bucket.config.part_bytes
         bodies = [(record, source[: size - HEADER_BYTES])] + [
             (b"", source[begin : begin + size])
@@ -114,6 +118,34 @@ class Uploads:
         except BaseException:
             self._abort(name, upload, deadline)
             raise
+        finally:
+            with self._lock:
+                self._open.discard(upload)
+
+    def _begin(self, name: str, deadline: int) -> str:
+        """The id of a new upload. Refused. Attempts without an answer may have begun others."""
+        client, at = self._bucket.client, self._bucket.at(name)
+        since = time.monotonic_ns()
+        unsure = False
+
+        def attempt() -> str:
+            nonlocal unsure
+            try:
+                begun = client.create_multipart_upload(**at, ContentType=_TYPE)
+                upload = told(begun, "UploadId")
+            except Exception as error:
+                unsure = unsure or may_have_worked(error)
+                raise
+            with self._lock:
+                self._open.add(upload)
+            return upload
+
+        try:
+            upload: str = self._bucket.run("CreateMultipartUpload", attempt, deadline)
+        finally:
+            if unsure:
+                self._unanswered.add(name, since)
+        return upload
 
     def _complete(
         self,
@@ -186,7 +218,8 @@ class Uploads:
     def untidy(self) -> int:
         """How much `tidy` would find."""
         with self._lock:
-            return len(self._lost) + (time.monotonic_ns() >= self._stale_at)
+            known = len(self._lost) + (time.monotonic_ns() >= self._stale_at)
+        return known + self._unanswered.untidy
 
     def tidy(self, deadline: int) -> None:
         """Some of those that could not be given back when they failed, and now and then those that
@@ -197,6 +230,10 @@ class Uploads:
                 self._stale_at = time.monotonic_ns() + STALE_EVERY_NS
         if due and not self._abort_stale(deadline):
             self._stale_at = 0  # there was no time for all of them
+        self._abort_lost(deadline)
+        self._unanswered.tidy(self._aborted, deadline)
+
+    def _abort_lost(self, deadline: int) -> None:
         for _ in range(LOST_AT_A_TIME):
             with self._lock:
                 if not self._lost or time.monotonic_ns() >= deadline:

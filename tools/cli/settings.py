@@ -13,6 +13,9 @@ from kvd.tools.cli.link import Link
 from kvd.tools.cli.options import connection
 from kvd.tools.cli.units import format_bytes
 
+# Last words of settings that are bytes: the daemon sends its numbers without their kind.
+_SIZES = ("limit", "reserve", "scrub", "size", "slab_size")
+
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
@@ -57,7 +60,7 @@ def _text(name: str, value: Any) -> str:
     """A value as a person reads it: sizes with their unit."""
     if value is None or value == []:
         return "-"
-    if name.endswith("size") and isinstance(value, int):
+    if name.rpartition(".")[2] in _SIZES and isinstance(value, int):
         return format_bytes(value)
     if isinstance(value, list | tuple | dict):
         return json.dumps(value, ensure_ascii=False)

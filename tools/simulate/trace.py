@@ -15,6 +15,10 @@ from typing import Any, NamedTuple
 
 BLOCK_TOKENS = 512  # of the Mooncake traces
 LINE_MAX = 64 << 20  # bytes: no prompt is that long, and what has no lines may have no end
+_WANTED = (
+    "wanted is a recording of requests, one JSON object a line with timestamp, input_length and "
+    "hash_ids: a daemon with trace.record = PATH writes one, Mooncake publishes some"
+)
 
 
 class TraceError(Exception):
@@ -67,7 +71,9 @@ def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> Trace:
                     except (ValueError, RecursionError) as error:
                         if not line.endswith(b"\n"):
                             break
-                        raise TraceError(f"{path}:{number}: {error}") from error
+                        raise TraceError(
+                            f"{path}:{number}: no JSON ({error}); {_WANTED}"
+                        ) from error
                     try:
                         request = _request(row, unique)
                     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
@@ -86,12 +92,14 @@ def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> Trace:
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}") from error
     if not requests:
-        raise TraceError(f"{path}: no requests in it")
+        raise TraceError(f"{path}: no requests in it; {_WANTED}")
     return Trace(path.name.removesuffix(".jsonl"), requests, block_tokens, parents)
 
 
 def _request(row: Any, unique: dict[int | str, int]) -> Request:
     """`unique` numbers the blocks in the order of their first use: ids may be numbers or hex."""
+    if not isinstance(row, dict):
+        raise TypeError(f"no object; {_WANTED}")
     blocks = []
     for block in row["hash_ids"]:
         if not isinstance(block, int | str) or isinstance(block, bool):
@@ -105,5 +113,5 @@ def _request(row: Any, unique: dict[int | str, int]) -> Request:
 
 def _why(error: Exception) -> str:
     if isinstance(error, LookupError):
-        return f"field {error} is missing (needs timestamp, input_length, hash_ids)"
+        return f"field {error} is missing; {_WANTED}"
     return str(error)
