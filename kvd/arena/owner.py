@@ -36,7 +36,8 @@ class ArenaOwner:
     `view` is the payload memory (read-write), `table` all records (RECORD_DTYPE; change them only
     by `write_record` and `patch_record`, which are the record table's `write` and `patch`).
     `fd_arena` (read-write) and `fd_table` (read-only) are what a client is handed. `previous_epoch`
-    is that of the owner before, 0 if there was none.
+    is that of the owner before, 0 if there was none. `replaced` says of an arena that was there and
+    could not be adopted why not, as words after "one that"; else it is empty.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class ArenaOwner:
         self._sessions = sessions
         self._super = files.super
         self.adopted = files.adopted
+        self.replaced = files.replaced
         self.fd_arena = files.arena
         self._fd_table_rw = files.table
         self._mapping = Mapping(files.arena, files.super.geometry.size, writable=True)
@@ -96,9 +98,11 @@ class ArenaOwner:
         sessions: SessionLocks | None = None
         try:
             sessions = SessionLocks(paths.sessions)
-            files = adopt(paths, geometry, instance) or create(
-                paths, geometry, instance, now_unix_ns
-            )
+            found = adopt(paths, geometry, instance)
+            if isinstance(found, str):
+                files = create(paths, geometry, instance, now_unix_ns, found)
+            else:
+                files = found
             owner = cls(paths, lock, sessions, files, now_unix_ns, huge_pages)
         except BaseException:
             if files is not None:

@@ -318,6 +318,7 @@ class Desk:
             },
             "started_unix_ns": self.started_unix_ns,
             "telemetry": self.telemetry.stat(),
+            "arena": self.memory.origin(),
         }
         counted.update(self.telemetry.counted())
         if self.directory is not None:

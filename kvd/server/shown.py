@@ -10,8 +10,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from kvd.server.settings import SETTINGS
-from kvd.server.sizes import format_size
 from kvd.server.tenantrules import shown_tenant
+from kvd.sizes import format_size
 
 if TYPE_CHECKING:
     from kvd.server.config import Config

@@ -13,7 +13,7 @@ from kvd.errors import ConfigError
 from kvd.server.config import load_config
 from kvd.server.settings import SETTINGS
 from kvd.server.shown import resolved_toml, shown_settings
-from kvd.server.sizes import LARGEST, format_size, parse_size
+from kvd.sizes import LARGEST, format_size, parse_size
 
 NAMESPACES = """
 [[namespaces]]
