@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvd.arena.files import Files, Paths, adopt, create, discard, no_memory
 from kvd.arena.hugepages import HugePages, Wish
+from kvd.arena.inodes import check_inodes
 from kvd.arena.layout import plan
 from kvd.arena.locks import OwnerLock, SessionLocks
 from kvd.arena.mapping import Mapping
@@ -84,34 +85,36 @@ class ArenaOwner:
         instance: str,
         now_unix_ns: int,
         huge_pages: Wish = "prefer",
+        sessions: int = 1,
     ) -> ArenaOwner:
         """Take the arena named `base`, adopting or replacing what is there. The first step of its
         memory is reserved on return, the rest by `reserve_step`. ArenaError if another process
         owns it, if there is no room, if its files are not ours, or if huge pages are required and
-        the first step is not in them."""
+        the first step is not in them. `sessions`: how many are to have a lock at a time."""
         geometry = plan(size, slab_size)
         paths = Paths.of(Path(base))
         if not paths.arena.parent.is_dir():
             raise ArenaError(f"arena directory {paths.arena.parent} does not exist: make it")
         lock = OwnerLock(paths.lock)
         files: Files | None = None
-        sessions: SessionLocks | None = None
+        locks: SessionLocks | None = None
         try:
-            sessions = SessionLocks(paths.sessions)
+            locks = SessionLocks(paths.sessions)
+            _look_for_inodes(paths, sessions)
             found = adopt(paths, geometry, instance)
             if isinstance(found, str):
                 files = create(paths, geometry, instance, now_unix_ns, found)
             else:
                 files = found
-            owner = cls(paths, lock, sessions, files, now_unix_ns, huge_pages)
+            owner = cls(paths, lock, locks, files, now_unix_ns, huge_pages)
         except BaseException:
             if files is not None:
                 os.close(files.arena)
                 os.close(files.table)
             # What a refused start leaves is what it found.
             bare = not (paths.arena.exists() or paths.table.exists())
-            if bare and sessions is not None:
-                sessions.remove_if_empty()
+            if bare and locks is not None:
+                locks.remove_if_empty()
             lock.release(remove=bare)
             raise
         try:
@@ -283,3 +286,17 @@ class ArenaOwner:
         for fd in (self.fd_arena, self.fd_table, self._fd_table_rw):
             os.close(fd)
         self._lock.release(remove=remove)
+
+
+def _look_for_inodes(paths: Paths, sessions: int) -> None:
+    """ArenaError if files can't be made for the arena and for enough sessions."""
+    missing = sum(not path.exists() for path in (paths.arena, paths.table))
+    room = check_inodes(missing, paths.sessions, sessions)
+    if room < sessions:
+        log.warning(
+            "the file system of %s has inodes for %d sessions of %d: more will be refused "
+            "(mount -o remount,nr_inodes=...)",
+            paths.arena.parent,
+            room,
+            sessions,
+        )
