@@ -55,7 +55,7 @@ def check_inodes(files: int, locks: Path, sessions: int) -> int:
     room = inodes[0] - files + len(os.listdir(locks))
     if room < least:
         raise ArenaError(
-            f"the file system of {locks.parent} has {inodes[0]} of its {inodes[1]} inodes free, too "
-            f"few for {files} more files and the locks of {least} sessions: {_WAY_OUT}"
+            f"the file system of {locks.parent} has {inodes[0]} of its {inodes[1]} inodes free, "
+            f"too few for {files} more files and the locks of {least} sessions: {_WAY_OUT}"
         )
     return min(room, sessions)

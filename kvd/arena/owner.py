@@ -195,9 +195,15 @@ class ArenaOwner:
 
     @property
     def huge_problem(self) -> str:
-        """Why not all of it is in huge pages, as far as that was tried; empty if nothing is
-        known."""
+        """Why some of it could not be put into huge pages, as far as that was tried; empty if
+        nothing is known."""
         return self._huge.problem
+
+    @property
+    def why_small(self) -> str:
+        """Why not all of it is in huge pages, be it a problem or as it was asked for; empty if all
+        of it is, or nothing is known."""
+        return self._huge.why_small(self.reserved)
 
     # -- records --------------------------------------------------------------------------------
 

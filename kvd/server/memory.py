@@ -35,7 +35,7 @@ class Memory:
         """For a stat: fields of the first tier."""
         if self._huge_bytes is None:
             return {}
-        return {"huge_bytes": self._huge_bytes, "huge_problem": self._arena.huge_problem}
+        return {"huge_bytes": self._huge_bytes, "huge_problem": self._arena.why_small}
 
     def origin(self) -> dict[str, str]:
         """For a stat: where the arena came from."""

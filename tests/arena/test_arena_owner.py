@@ -40,6 +40,7 @@ def table_of(base: Path) -> Path:
         (1 << 30, 32 << 20, 32),
         (4_000_000_000, 124_997_632, 32),  # "4GB"
         (3 << 20, 96 << 10, 32),
+        ((64 << 20) - 1, 2093056, 32),
     ],
 )
 def test_a_slab_is_a_32nd_of_the_arena_in_whole_pages(
@@ -48,6 +49,8 @@ def test_a_slab_is_a_32nd_of_the_arena_in_whole_pages(
     geometry = plan(size)
     assert (geometry.slab_size, geometry.slab_count) == (slab_size, slabs)
     assert geometry.slab_size * 16 <= geometry.size
+    assert geometry.size == slabs * slab_size <= size  # nothing is taken that can't be used
+    assert plan(geometry.size) == plan(geometry.size, slab_size) == geometry
     assert geometry.records == slabs * slab_size // 4096
     assert geometry.table_bytes == (2 << 20) + 512 * geometry.records
 
