@@ -7,6 +7,7 @@ used, and never truncates; a client's references are checked before use (bounds)
 
 from kvd.arena.client import ArenaMap
 from kvd.arena.hugepages import WISHES, Wish
+from kvd.arena.inodes import why_no_file
 from kvd.arena.layout import Geometry, plan
 from kvd.arena.owner import ArenaOwner
 from kvd.arena.preflight import MEMORY_KINDS, check_room, file_system_kind
@@ -24,4 +25,5 @@ __all__ = [
     "check_room",
     "file_system_kind",
     "plan",
+    "why_no_file",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import uuid
@@ -19,6 +20,9 @@ from kvd.arena.locks import open_owned
 from kvd.arena.os_call import punch_hole
 from kvd.arena.preflight import check_room
 from kvd.errors import ArenaError
+from kvd.sizes import format_size
+
+log = logging.getLogger(__name__)
 
 _EPOCHS = 1 << 63  # an epoch beyond is not one
 
@@ -41,50 +45,76 @@ class Files(NamedTuple):
     table: int
     super: Superblock
     adopted: bool
+    replaced: str = ""  # what there was of an arena that was discarded: "had no table"
 
 
-def adopt(paths: Paths, geometry: Geometry, instance: str) -> Files | None:
-    """What is there, if it is whole and of this geometry, instance and boot."""
+def adopt(paths: Paths, geometry: Geometry, instance: str) -> Files | str:
+    """What is there, if it is whole and of this geometry, instance and boot; else what it is that
+    it has or had, as words after "one that", or nothing if nothing was there."""
     arena = table = -1
     try:
-        arena = open_owned(paths.arena)
-        table = open_owned(paths.table)
-        block = Superblock.unpack(os.pread(table, 512, 0))
-        fits = (
-            block.geometry == geometry
-            and block.instance == instance
-            and block.boot_id == _boot_id()
-            and block.arena_inode == os.fstat(arena).st_ino
-            and os.fstat(arena).st_size == geometry.size
-            and os.fstat(table).st_size == geometry.table_bytes
-            and _word(table, EPOCH) < _EPOCHS
-        )
-    except (FileNotFoundError, ValueError):
-        fits = False
-    except BaseException:
+        try:
+            arena = open_owned(paths.arena)
+        except FileNotFoundError:
+            return "had no file for its payloads" if paths.table.exists() else ""
+        try:
+            table = open_owned(paths.table)
+        except FileNotFoundError:
+            return "had no table"
+        try:
+            block = Superblock.unpack(os.pread(table, 512, 0))
+        except ValueError as error:
+            return f"had a table that does not hold ({error})"
+        unfit = _unfit(block, geometry, instance, arena, table)
+        if unfit:
+            return unfit
+        _make_good(paths, geometry, arena, table)
+        files = Files(arena, table, block, True)
+        arena = table = -1
+        return files
+    finally:
         _close(arena, table)
-        raise
-    if not fits:
-        _close(arena, table)
-        return None
+
+
+def _unfit(block: Superblock, wanted: Geometry, instance: str, arena: int, table: int) -> str:
+    """Why an arena whose superblock holds can't be adopted; empty if it can."""
+    had, info = block.geometry, os.fstat(arena)
+    if block.instance != instance:
+        return f"was of instance {block.instance!r}, not {instance!r}"
+    if had.size != wanted.size:
+        return f"had {format_size(had.size)}, not {format_size(wanted.size)}"
+    if had != wanted:
+        return f"had slabs of {format_size(had.slab_size)}, not {format_size(wanted.slab_size)}"
+    if block.boot_id != _boot_id():
+        return "was of another boot of the machine"
+    if block.arena_inode != info.st_ino:
+        return "had a table that belongs to another file"
+    if info.st_size != wanted.size:
+        return f"had a file of {info.st_size} bytes for payloads, not {wanted.size}"
+    if os.fstat(table).st_size != wanted.table_bytes:
+        return f"had a table of {os.fstat(table).st_size} bytes, not {wanted.table_bytes}"
+    if _word(table, EPOCH) >= _EPOCHS:
+        return "had an epoch that does not hold"
+    return ""
+
+
+def _make_good(paths: Paths, geometry: Geometry, arena: int, table: int) -> None:
+    """Before an arena is adopted: there is memory for what it has not reserved. ArenaError."""
     have = os.fstat(arena).st_blocks * 512
     if _word(table, RESERVED) > min(have, geometry.size):  # not true: reserve all of it anew
         os.pwrite(table, bytes(8), 8 * RESERVED)
     need = max(geometry.size - have, 0)
     if need:
         need += max(geometry.reserved_table_bytes - os.fstat(table).st_blocks * 512, 0)
-    try:
-        check_room(paths.arena.parent, need)
-    except ArenaError:
-        _close(arena, table)
-        raise
+    check_room(paths.arena.parent, need)
     with contextlib.suppress(OSError):  # an arena is adopted also where its registry has no room
         os.posix_fallocate(table, 0, HEAD_BYTES)
-    return Files(arena, table, block, True)
 
 
-def create(paths: Paths, geometry: Geometry, instance: str, now_unix_ns: int) -> Files:
-    """New files, after what is there has been given back."""
+def create(
+    paths: Paths, geometry: Geometry, instance: str, now_unix_ns: int, replaced: str = ""
+) -> Files:
+    """New files, after what is there has been given back. `replaced`: what `adopt` said of it."""
     old = []
     floor = 0
     try:
@@ -99,6 +129,8 @@ def create(paths: Paths, geometry: Geometry, instance: str, now_unix_ns: int) ->
         if old[1] >= 0 and is_table(os.pread(old[1], 8, 0)):
             floor = _word(old[1], EPOCH)
         discard(paths, *old)
+        if replaced:
+            log.warning("discarded the arena %s with all chunks: it %s", paths.arena, replaced)
     finally:
         _close(*old)
     arena = table = -1
@@ -121,7 +153,7 @@ def create(paths: Paths, geometry: Geometry, instance: str, now_unix_ns: int) ->
         os.pwrite(table, (floor if floor < _EPOCHS else 0).to_bytes(8, "little"), 8 * EPOCH)
         os.pwrite(table, raw[:64], 0)
         os.pwrite(table, raw[128:], 128)
-        return Files(arena, table, block, False)
+        return Files(arena, table, block, False, replaced)
     except BaseException as error:
         discard(paths, arena, table)
         _close(arena, table)

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import re
 from pathlib import Path
 from typing import Literal
 
 from kvd.arena.mapping import HUGE_PAGE, Mapping
+from kvd.arena.preflight import file_system_kind
 from kvd.errors import ArenaError
+from kvd.sizes import format_size
 
 __all__ = ["WISHES", "HugePages", "Wish"]
 
@@ -26,11 +29,23 @@ Wish = Literal["prefer", "require", "never"]
 WISHES: tuple[Wish, ...] = ("prefer", "require", "never")
 
 _WHY = {
-    errno.EINVAL: "this kernel can't (Linux 6.1 can, for memory on a tmpfs)",
     errno.ENOMEM: "no memory in one piece is free (as root: echo 1 > /proc/sys/vm/compact_memory)",
     errno.EBUSY: "the memory cgroup has no room for one more page at a time",
     errno.EAGAIN: "somebody keeps the pages where they are, as for a device",
 }
+
+
+def _why(number: int, path: Path) -> str:
+    """What an errno of the kernel means, and the way out."""
+    if number != errno.EINVAL:
+        return _WHY.get(number, os.strerror(number))
+    kind = file_system_kind(path.parent)
+    if kind in ("tmpfs", "devtmpfs", ""):
+        return (
+            f"this kernel, {platform.release()}, can't (Linux 6.1 can, if transparent huge pages "
+            "are built into it)"
+        )
+    return f"its file system, {kind}, can't (choose an arena.path on a tmpfs, such as /dev/shm)"
 
 
 class HugePages:
@@ -41,6 +56,8 @@ class HugePages:
         self._fd = fd
         self._mapping = mapping
         self._wish = wish
+        self._whole = mapping.size // HUGE_PAGE * HUGE_PAGE
+        self._counted: int | None = None
         self.problem = ""  # why some of the memory was not put into huge pages
 
     def take(self, begin: int, end: int) -> None:
@@ -76,7 +93,7 @@ class HugePages:
             return True
         number = self._mapping.collapse(begin, end - begin)
         if number:
-            self.problem = _WHY.get(number, os.strerror(number))
+            self.problem = _why(number, self._path)
         return not number
 
     def count(self) -> int:
@@ -90,6 +107,19 @@ class HugePages:
                     inside = begin <= int(head[1], 16) < end
                 elif inside and line.startswith("ShmemPmdMapped:"):
                     kib += int(line.split()[1])
-        if kib << 10 >= self._mapping.size // HUGE_PAGE * HUGE_PAGE:
+        self._counted = kib << 10
+        if self._counted >= self._whole:
             self.problem = ""  # there was one, for a time
-        return kib << 10
+        return self._counted
+
+    def why_small(self, reserved: int) -> str:
+        """Why not all is in huge pages, as `count` found it last: a problem, or what is as it
+        should be. Empty if all is, or if nothing is known. `reserved`: bytes that have memory."""
+        if self.problem or self._counted is None:
+            return self.problem
+        if self._counted < self._whole:
+            if self._wish == "never":
+                return "arena.huge_pages is never"
+            return "" if reserved >= self._mapping.size else "there is no memory for the rest"
+        rest = self._mapping.size - self._whole
+        return f"the last {format_size(rest)} are less than such a page" if rest else ""

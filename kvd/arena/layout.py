@@ -109,8 +109,8 @@ class Geometry(NamedTuple):
 
 
 def plan(size: int, slab_size: int | None = None) -> Geometry:
-    """The geometry for an arena of `size` bytes (rounded down to whole pages). ArenaError naming
-    the limit when it can't be."""
+    """The geometry for an arena of `size` bytes, rounded down to whole slabs: no byte is taken that
+    nothing can lie in. ArenaError naming the limit when it can't be."""
     size -= size % PAGE
     if size < MIN_ARENA:
         raise ArenaError(f"arena of {size} bytes is too small: give it at least {MIN_ARENA}")
@@ -123,7 +123,7 @@ def plan(size: int, slab_size: int | None = None) -> Geometry:
             f"slab size {slab_size} does not fit an arena of {size} bytes: it must be a multiple "
             f"of {PAGE} and at most {largest} (1/{LARGEST_SLAB_SHARE} of the arena)"
         )
-    geometry = Geometry(size, slab_size)
+    geometry = Geometry(size // slab_size * slab_size, slab_size)
     if geometry.slab_count > MAX_SLABS:
         raise ArenaError(
             f"slab size {slab_size} makes {geometry.slab_count} slabs of an arena of {size} "

@@ -15,6 +15,7 @@ import os
 import stat
 from pathlib import Path
 
+from kvd.arena.inodes import why_no_file
 from kvd.errors import ArenaError
 
 PUBLIC_ID_BYTES = 16
@@ -67,7 +68,7 @@ class SessionLocks:
         try:
             path.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            raise ArenaError(f"can't make {path}: {error.strerror}") from error
+            raise ArenaError(f"can't make {path}: {why_no_file(path, error)}") from error
         info = path.lstat()
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
             raise ArenaError(f"{path} is not a directory of this user: remove it")
@@ -79,7 +80,9 @@ class SessionLocks:
         try:
             fd = os.open(path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
-            raise ArenaError(f"can't make session lock {path}: {error.strerror}") from error
+            raise ArenaError(
+                f"can't make session lock {path}: {why_no_file(path, error)}"
+            ) from error
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return fd
 
@@ -142,6 +145,8 @@ def open_owned(path: Path, flags: int = 0, mode: int = 0o600) -> int:
     except FileNotFoundError:
         raise
     except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise ArenaError(f"can't make {path}: {why_no_file(path, error)}") from error
         raise ArenaError(
             f"can't open {path}: {error.strerror}: remove it, or choose another arena path"
         ) from error

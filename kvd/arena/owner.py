@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvd.arena.files import Files, Paths, adopt, create, discard, no_memory
 from kvd.arena.hugepages import HugePages, Wish
+from kvd.arena.inodes import check_inodes
 from kvd.arena.layout import plan
 from kvd.arena.locks import OwnerLock, SessionLocks
 from kvd.arena.mapping import Mapping
@@ -36,7 +37,8 @@ class ArenaOwner:
     `view` is the payload memory (read-write), `table` all records (RECORD_DTYPE; change them only
     by `write_record` and `patch_record`, which are the record table's `write` and `patch`).
     `fd_arena` (read-write) and `fd_table` (read-only) are what a client is handed. `previous_epoch`
-    is that of the owner before, 0 if there was none.
+    is that of the owner before, 0 if there was none. `replaced` says of an arena that was there and
+    could not be adopted why not, as words after "one that"; else it is empty.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class ArenaOwner:
         self._sessions = sessions
         self._super = files.super
         self.adopted = files.adopted
+        self.replaced = files.replaced
         self.fd_arena = files.arena
         self._fd_table_rw = files.table
         self._mapping = Mapping(files.arena, files.super.geometry.size, writable=True)
@@ -82,32 +85,36 @@ class ArenaOwner:
         instance: str,
         now_unix_ns: int,
         huge_pages: Wish = "prefer",
+        sessions: int = 1,
     ) -> ArenaOwner:
         """Take the arena named `base`, adopting or replacing what is there. The first step of its
         memory is reserved on return, the rest by `reserve_step`. ArenaError if another process
         owns it, if there is no room, if its files are not ours, or if huge pages are required and
-        the first step is not in them."""
+        the first step is not in them. `sessions`: how many are to have a lock at a time."""
         geometry = plan(size, slab_size)
         paths = Paths.of(Path(base))
         if not paths.arena.parent.is_dir():
             raise ArenaError(f"arena directory {paths.arena.parent} does not exist: make it")
         lock = OwnerLock(paths.lock)
         files: Files | None = None
-        sessions: SessionLocks | None = None
+        locks: SessionLocks | None = None
         try:
-            sessions = SessionLocks(paths.sessions)
-            files = adopt(paths, geometry, instance) or create(
-                paths, geometry, instance, now_unix_ns
-            )
-            owner = cls(paths, lock, sessions, files, now_unix_ns, huge_pages)
+            locks = SessionLocks(paths.sessions)
+            _look_for_inodes(paths, sessions)
+            found = adopt(paths, geometry, instance)
+            if isinstance(found, str):
+                files = create(paths, geometry, instance, now_unix_ns, found)
+            else:
+                files = found
+            owner = cls(paths, lock, locks, files, now_unix_ns, huge_pages)
         except BaseException:
             if files is not None:
                 os.close(files.arena)
                 os.close(files.table)
             # What a refused start leaves is what it found.
             bare = not (paths.arena.exists() or paths.table.exists())
-            if bare and sessions is not None:
-                sessions.remove_if_empty()
+            if bare and locks is not None:
+                locks.remove_if_empty()
             lock.release(remove=bare)
             raise
         try:
@@ -188,9 +195,15 @@ class ArenaOwner:
 
     @property
     def huge_problem(self) -> str:
-        """Why not all of it is in huge pages, as far as that was tried; empty if nothing is
-        known."""
+        """Why some of it could not be put into huge pages, as far as that was tried; empty if
+        nothing is known."""
         return self._huge.problem
+
+    @property
+    def why_small(self) -> str:
+        """Why not all of it is in huge pages, be it a problem or as it was asked for; empty if all
+        of it is, or nothing is known."""
+        return self._huge.why_small(self.reserved)
 
     # -- records --------------------------------------------------------------------------------
 
@@ -279,3 +292,17 @@ class ArenaOwner:
         for fd in (self.fd_arena, self.fd_table, self._fd_table_rw):
             os.close(fd)
         self._lock.release(remove=remove)
+
+
+def _look_for_inodes(paths: Paths, sessions: int) -> None:
+    """ArenaError if files can't be made for the arena and for enough sessions."""
+    missing = sum(not path.exists() for path in (paths.arena, paths.table))
+    room = check_inodes(missing, paths.sessions, sessions)
+    if room < sessions:
+        log.warning(
+            "the file system of %s has inodes for %d sessions of %d: more will be refused "
+            "(mount -o remount,nr_inodes=...)",
+            paths.arena.parent,
+            room,
+            sessions,
+        )

@@ -31,6 +31,7 @@ __all__ = ["Opened", "SpecRegistry", "check_arena_path", "open_core", "policy_of
 log = logging.getLogger(__name__)
 
 NS = 1_000_000_000
+_DRAM = "dram"
 
 
 class SpecRegistry:
@@ -149,7 +150,7 @@ def open_core(
     known = read_memory(Path(config.policy_file), config.instance)
     if known:
         tiers_known = core.recall(known, time.monotonic_ns())
-        log.info("eviction goes on where it was in: %s", ", ".join(tiers_known) or "no tier")
+        _say_known(tiers_known, adopted=arena.adopted)
     del known
     if not arena.adopted:
         return Opened(core, [], registry, [], 0, 0, 0.0)
@@ -188,6 +189,18 @@ def open_core(
         len(locked),
     )
     return opened
+
+
+def _say_known(tiers: list[str], *, adopted: bool) -> None:
+    """In a new arena only what was learned goes on, and what is known of evicted keys."""
+    fresh = not adopted and _DRAM in tiers
+    if fresh:
+        tiers = [tier for tier in tiers if tier != _DRAM]
+        log.info(
+            "eviction keeps what it learned, and evicted keys, but has no chunks in: %s", _DRAM
+        )
+    if tiers or not fresh:
+        log.info("eviction goes on where it was in: %s", ", ".join(tiers) or "no tier")
 
 
 def _trim() -> None:

@@ -98,7 +98,7 @@ class Desk:
         except (KvdError, OSError) as error:
             self.end(session, "lock")
             log.error("can't make a session lock: %s", error)
-            raise InternalError("the daemon could not make the session's lock") from error
+            raise InternalError(f"the daemon could not make the session's lock: {error}") from error
         reply = AttachReply(
             session.token,
             session.public_id,
@@ -318,6 +318,7 @@ class Desk:
             },
             "started_unix_ns": self.started_unix_ns,
             "telemetry": self.telemetry.stat(),
+            "arena": self.memory.origin(),
         }
         counted.update(self.telemetry.counted())
         if self.directory is not None:

@@ -16,6 +16,9 @@ import socket as sockets
 import stat
 from collections.abc import Callable
 
+import zmq
+
+from kvd.arena import why_no_file
 from kvd.errors import ConfigError
 from kvd.wire.paths import attach_path, check_socket_path, make_socket_dir, short_address
 
@@ -57,9 +60,10 @@ class Endpoint:
         old = os.umask(0o777 & ~SOCKET_MODE)
         try:
             bind()
-        except OSError as error:
+        except (OSError, zmq.ZMQError) as error:
+            why = why_no_file(path, OSError(error.errno, error.strerror))
             raise ConfigError(
-                f"daemon.socket: can't bind {path}: {error.strerror}; choose another --socket"
+                f"daemon.socket: can't bind {path}: {why}; choose another --socket"
             ) from None
         finally:
             os.umask(old)
@@ -113,9 +117,10 @@ class Endpoint:
                     self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
                 )
             except OSError as error:
+                way_out = "choose" if error.errno == errno.ENOSPC else "remove it or choose"
                 raise ConfigError(
                     f"daemon.socket: can't open the lock file {self._lock_path}: "
-                    f"{error.strerror}; remove it or choose another --socket"
+                    f"{why_no_file(self._lock_path, error)}; {way_out} another --socket"
                 ) from None
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

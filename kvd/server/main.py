@@ -26,13 +26,13 @@ from kvd.server.recording import check_record, no_record
 from kvd.server.server import Server, limits_of
 from kvd.server.settings import SETTINGS
 from kvd.server.shown import resolved_toml
-from kvd.server.sizes import format_size
 from kvd.server.sources import nearest_flag
 from kvd.server.standard import complain, hold_standard, say
 from kvd.server.tcp import read_clients, read_secret_key
 from kvd.server.tenancy import open_access, open_registry
 from kvd.server.tenants import curve_clients
 from kvd.server.tiers import check_plans, plan_tiers
+from kvd.sizes import format_size
 from kvd.wire.paths import attach_path, check_socket_path
 
 __all__ = ["main"]
@@ -157,9 +157,9 @@ def start_block(server: Server) -> str:
     config, arena = server.config, server.arena
     limits = limits_of(config, arena.slab_size)
     adopted = server.adopted
-    origin = (
-        f"adopted, {adopted.records} records in {adopted.took_s:.2f} s" if arena.adopted else "new"
-    )
+    origin = f"new, in place of one that {arena.replaced}" if arena.replaced else "new"
+    if arena.adopted:
+        origin = f"adopted, {adopted.records} records in {adopted.took_s:.2f} s"
     tcp = f", {config.tcp_endpoint} (CURVE)" if config.tcp_endpoint else ""
     rows = (
         ("instance", config.instance),

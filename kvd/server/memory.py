@@ -12,8 +12,8 @@ from typing import Any
 
 from kvd.arena import ArenaOwner
 from kvd.core import Core
-from kvd.server.sizes import format_size
 from kvd.server.transfers import Job, Transfers
+from kvd.sizes import format_size
 
 __all__ = ["Memory"]
 
@@ -35,7 +35,14 @@ class Memory:
         """For a stat: fields of the first tier."""
         if self._huge_bytes is None:
             return {}
-        return {"huge_bytes": self._huge_bytes, "huge_problem": self._arena.huge_problem}
+        return {"huge_bytes": self._huge_bytes, "huge_problem": self._arena.why_small}
+
+    def origin(self) -> dict[str, str]:
+        """For a stat: where the arena came from."""
+        arena = self._arena
+        if arena.adopted:
+            return {"origin": "adopted", "replaced": ""}
+        return {"origin": "replaced" if arena.replaced else "new", "replaced": arena.replaced}
 
     def start(self) -> None:
         if self._arena.reserved >= self._arena.size:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from kvd.chunk import check_namespace
 from kvd.errors import BadKey
-from kvd.server.sizes import format_size, parse_size
 from kvd.server.tenantrules import Tenant, parse_tenant
+from kvd.sizes import format_size, parse_size
 
 
 class NamespaceRule(NamedTuple):

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from kvd.arena import why_no_file
 from kvd.chunk import Kind
 from kvd.errors import ConfigError
 from kvd.wire import LookupFlag
@@ -184,7 +185,7 @@ class Recorder:
 
 def no_record(path: str, error: OSError) -> ConfigError:
     """What an operator is told."""
-    return ConfigError(f"trace.record: {path} can't be written: {error.strerror}")
+    return ConfigError(f"trace.record: {path} can't be written: {why_no_file(path, error)}")
 
 
 def _before(path: Path) -> Path:

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgpack
 
+from kvd.arena import why_no_file
 from kvd.core.recollection import Part, Recollection, collect
 from kvd.server.counters import Counters
 from kvd.server.files import open_file
@@ -132,7 +133,8 @@ class Keeper:
         try:
             write_memory(self.path, self._instance, parts)
         except OSError as error:
-            log.warning("a restart will find eviction cold: %s: %s", self.path, error.strerror)
+            why = why_no_file(self.path, error)
+            log.warning("a restart will find eviction cold: %s: %s", self.path, why)
             return False
         return True
 

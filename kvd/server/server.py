@@ -123,6 +123,7 @@ class Server:
             instance=config.instance,
             now_unix_ns=time.time_ns(),
             huge_pages=config.huge_pages,
+            sessions=config.max_sessions,
         )
         undo.callback(self._close_arena)
         self._served = False

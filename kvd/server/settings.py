@@ -111,12 +111,13 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("arena", "any_file_system", "arena_any_fs", False, boolean, "BOOL",
             "let arena.path be on a disk too: slow, for trials only"),
     Setting("arena", "size", "arena_size", "1GiB", size(2 * 2**20, 2**46), "SIZE",
-            "bytes of shared memory for payloads"),
+            "bytes of shared memory for payloads, rounded down to whole slabs"),
     Setting("arena", "slab_size", "slab_size", "auto", size(2**16, 2**42, auto=True), "SIZE",
             "bytes of one slab, and so of the largest chunk; auto: 1/32 of the arena; 1/16 at "
             "most"),
     Setting("arena", "huge_pages", "huge_pages", "prefer", choice(*WISHES), "WISH",
-            "whether the arena lies in pages of 2 MiB; require: no start without"),
+            "whether the arena lies in pages of 2 MiB; require: no start without; what is left of "
+            "it below 2 MiB lies in small ones in any case"),
     Setting("limits", "sessions", "max_sessions", 1024, count(1, 65_536), "N",
             "clients at a time"),
     Setting("limits", "specs", "max_specs", 1024, count(1, 65_536), "N",

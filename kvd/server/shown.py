@@ -10,8 +10,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from kvd.server.settings import SETTINGS
-from kvd.server.sizes import format_size
 from kvd.server.tenantrules import shown_tenant
+from kvd.sizes import rounded_size
 
 if TYPE_CHECKING:
     from kvd.server.config import Config
@@ -57,7 +57,7 @@ def resolved_toml(config: Config) -> str:
         if setting.name in _URLS:
             value = without_password(value)
         origin = config.origins.get(setting.name, "default")
-        note = f"{format_size(value)}, {origin}" if setting.metavar == "SIZE" and value else origin
+        note = f"{rounded_size(value)}, {origin}" if setting.metavar == "SIZE" and value else origin
         if value is None:
             value = "auto" if setting.default == "auto" else ""
         lines.append(f"{setting.key} = {_toml_value(value)}  # {note}")

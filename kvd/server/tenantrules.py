@@ -16,7 +16,7 @@ from zmq.utils import z85
 from kvd.chunk import check_namespace
 from kvd.core.shares import Amount, TenantRules, TierShare
 from kvd.errors import BadKey
-from kvd.server.sizes import LARGEST, parse_size
+from kvd.sizes import LARGEST, parse_size
 
 __all__ = ["TIERS", "Tenant", "check_keys", "parse_tenant", "raw_key", "shown_tenant"]
 

@@ -40,6 +40,7 @@ def table_of(base: Path) -> Path:
         (1 << 30, 32 << 20, 32),
         (4_000_000_000, 124_997_632, 32),  # "4GB"
         (3 << 20, 96 << 10, 32),
+        ((64 << 20) - 1, 2093056, 32),
     ],
 )
 def test_a_slab_is_a_32nd_of_the_arena_in_whole_pages(
@@ -48,6 +49,8 @@ def test_a_slab_is_a_32nd_of_the_arena_in_whole_pages(
     geometry = plan(size)
     assert (geometry.slab_size, geometry.slab_count) == (slab_size, slabs)
     assert geometry.slab_size * 16 <= geometry.size
+    assert geometry.size == slabs * slab_size <= size  # nothing is taken that can't be used
+    assert plan(geometry.size) == plan(geometry.size, slab_size) == geometry
     assert geometry.records == slabs * slab_size // 4096
     assert geometry.table_bytes == (2 << 20) + 512 * geometry.records
 
@@ -315,6 +318,72 @@ def test_a_table_beside_a_foreign_arena_is_not_believed(base: Path, open_arena: 
     base.unlink()
     base.write_bytes(copy)
     assert not open_arena().adopted
+
+
+def test_an_arena_that_is_replaced_says_why(
+    base: Path, open_arena: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = open_arena()
+    assert first.replaced == ""
+    first.close()
+    again = open_arena()
+    assert again.adopted and again.replaced == ""
+    again.close()
+    assert caplog.records == []
+
+    def replaced(size: int = SIZE, instance: str = "test", slab_size: int | None = None) -> str:
+        owner = ArenaOwner.open(base, size, slab_size=slab_size, instance=instance, now_unix_ns=NOW)
+        owner.close()
+        assert not owner.adopted
+        (told,) = caplog.messages
+        assert told == f"discarded the arena {base} with all chunks: it {owner.replaced}"
+        caplog.clear()
+        return owner.replaced
+
+    def write(at: int, data: bytes) -> None:
+        with table_of(base).open("r+b") as file:
+            file.seek(at)
+            file.write(data)
+
+    assert replaced(2 * SIZE) == "had 1 MiB, not 2 MiB"
+    assert replaced(2 * SIZE - 4096).startswith("had 2 MiB, not ")
+    assert replaced(SIZE).endswith(", not 1 MiB")
+    assert replaced(slab_size=32 << 10) == "had slabs of 64 KiB, not 32 KiB"
+    assert replaced(instance="other") == "was of instance 'test', not 'other'"
+    assert replaced() == "was of instance 'other', not 'test'"
+    with monkeypatch.context() as patch:
+        patch.setattr(files_module, "_boot_id", lambda: b"b" * 16)
+        assert replaced() == "was of another boot of the machine"
+    assert replaced() == "was of another boot of the machine"
+    write(0, b"garbage")
+    assert replaced().startswith("had a table that does not hold (superblock magic")
+    write(20, b"x")
+    assert replaced() == "had a table that does not hold (superblock check sum does not hold)"
+    write(64, b"\xff" * 8)
+    assert replaced() == "had an epoch that does not hold"
+    os.truncate(table_of(base), 4 << 20)
+    assert replaced().startswith(f"had a table of {4 << 20} bytes, not ")
+    os.truncate(base, SIZE // 2)
+    assert replaced() == f"had a file of {SIZE // 2} bytes for payloads, not {SIZE}"
+    copy = base.read_bytes()
+    base.rename(base.with_name(base.name + "-old"))  # so that its inode is not taken again
+    base.write_bytes(copy)
+    base.with_name(base.name + "-old").unlink()
+    assert replaced() == "had a table that belongs to another file"
+    base.unlink()
+    assert replaced() == "had no file for its payloads"
+    table_of(base).unlink()
+    assert replaced() == "had no table"
+
+
+def test_a_start_that_is_refused_discards_nothing_and_says_nothing_of_it(
+    base: Path, open_arena: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_arena().close()
+    with pytest.raises(ArenaError, match="bytes more"):
+        open_arena(1 << 46, slab_size=1 << 36)
+    assert caplog.records == []
+    assert open_arena().adopted
 
 
 @pytest.mark.parametrize("what", ["arena", "table"])

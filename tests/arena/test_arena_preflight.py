@@ -92,7 +92,7 @@ def test_an_arena_larger_than_its_file_system_is_refused_and_leaves_nothing(
 ) -> None:
     """K119"""
     room = file_system_room(Path("/dev/shm"))
-    size = room.total + (1 << 30)
+    size = plan(room.total + (1 << 30)).size
     need = size + plan(size).reserved_table_bytes
     with pytest.raises(ArenaError, match=f"needs {need} bytes more.*/dev/shm.*--shm-size"):
         open_arena(size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,7 @@ def gives(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
     def give(most: int, number: int) -> None:
         left = [most]
+
         def collapse(self: Mapping, offset: int, length: int) -> int:
             now = min(left[0], length)
             left[0] -= now
@@ -93,7 +95,9 @@ def test_a_new_arena_lies_in_huge_pages(open_arena: Open, base: Path) -> None:
 def test_what_is_no_whole_huge_page_stays_small(open_arena: Open) -> None:
     owner = open_arena(SIZE + MIB)
     assert whole(owner)
+    assert owner.why_small == ""  # not counted yet
     assert (owner.huge_bytes(), owner.huge_problem) == (SIZE, "")
+    assert owner.why_small == "the last 1 MiB are less than such a page"
     assert os.fstat(owner.fd_arena).st_blocks * 512 == SIZE + MIB
 
 
@@ -104,13 +108,14 @@ def test_an_adopted_arena_is_put_into_huge_pages_and_keeps_its_bytes(
     owner = open_arena(SIZE, huge_pages="never")
     assert whole(owner)
     assert (owner.huge_bytes(), owner.huge_problem) == (0, "")
+    assert owner.why_small == "arena.huge_pages is never"
     reader = ArenaMap(owner.fd_arena, owner.fd_table)
     data = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8)
     owner.view[:] = data.data
     owner.close()
     again = open_arena(SIZE)
     assert again.adopted and whole(again)
-    assert again.huge_bytes() == SIZE
+    assert again.huge_bytes() == SIZE and again.why_small == ""
     assert np.array_equal(np.frombuffer(again.view, np.uint8), data)
     # who had it mapped before has the same memory still
     assert np.array_equal(np.frombuffer(reader.view_at(0, SIZE), np.uint8), data)
@@ -131,7 +136,7 @@ def test_required_huge_pages_are_there_at_the_first_start_and_the_next(open_aren
 @pytest.mark.parametrize(
     ("number", "why"),
     [
-        (errno.EINVAL, "this kernel can't"),
+        (errno.EINVAL, f"this kernel, {platform.release()}, can't"),
         (errno.ENOMEM, "no memory in one piece is free"),
         (errno.EBUSY, "the memory cgroup has no room"),
         (errno.EAGAIN, "somebody keeps the pages where they are"),
@@ -152,6 +157,7 @@ def test_no_huge_pages_are_no_reason_to_stop_unless_they_are_required(
     owner = open_arena(SIZE, huge_pages="prefer")
     assert whole(owner)
     assert owner.huge_bytes() == 0 and owner.huge_problem.startswith(why)
+    assert owner.why_small == owner.huge_problem
     owner.view[:] = bytes([7]) * SIZE  # no SIGBUS
     assert owner.view[SIZE - 1] == 7
 
@@ -222,6 +228,8 @@ def test_memory_that_was_had_in_vain_is_given_back(
     with pytest.raises(ArenaError, match="no memory for arena"):
         owner.reserve_step()
     assert owner.reserved == os.fstat(owner.fd_arena).st_blocks * 512 == SIZE // 4
+    if owner.huge_bytes() == SIZE // 4:
+        assert owner.why_small == "there is no memory for the rest"
 
 
 @pytest.mark.parametrize("size", [4096, HUGE_PAGE - 4096, HUGE_PAGE, 3 * HUGE_PAGE + 4097])

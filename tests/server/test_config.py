@@ -13,7 +13,7 @@ from kvd.errors import ConfigError
 from kvd.server.config import load_config
 from kvd.server.settings import SETTINGS
 from kvd.server.shown import resolved_toml, shown_settings
-from kvd.server.sizes import LARGEST, format_size, parse_size
+from kvd.sizes import LARGEST, format_size, parse_size
 
 NAMESPACES = """
 [[namespaces]]
@@ -80,6 +80,15 @@ def test_sizes_are_shown_with_a_binary_unit() -> None:
         "1.5 GiB",
         "1 TiB",
     ]
+
+
+def test_a_size_that_its_unit_does_not_tell_exactly_is_told_in_bytes_too() -> None:
+    assert format_size(2093056) == "2.0 MiB (2093056 bytes)"
+    assert format_size(4 * 10**9) == "3.7 GiB (4000000000 bytes)"
+    assert format_size(2**62 + 1) == "4096.0 PiB (4611686018427387905 bytes)"
+    assert format_size(1025) == "1.0 KiB (1025 bytes)"
+    with pytest.raises(ConfigError, match=r"2\.0 MiB \(2093056 bytes\) is outside 2 MiB to 64 TiB"):
+        load_config(flags={"arena.size": "2093056"}, environ={})
 
 
 @pytest.mark.parametrize(

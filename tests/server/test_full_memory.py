@@ -20,6 +20,7 @@ from daemon import DaemonProcess, run_kvd
 
 from kvd.chunk import KVSpec, Outcome, ShardSpec
 from kvd.client import Client
+from kvd.errors import InternalError
 
 SIZE = 4096
 KEYS = [hashlib.sha256(b"%d" % n).digest() for n in range(300)]
@@ -56,6 +57,12 @@ def fill(directory: Path) -> None:
         except OSError as error:
             assert error.errno == 28
     assert os.statvfs(directory).f_bavail == 0
+
+
+def give_inodes(directory: Path, count: int) -> None:
+    """So many in all; the directory itself has one. 0: no limit."""
+    option = f"remount,size=40m,nr_inodes={count}"
+    subprocess.run(["mount", "-o", option, str(directory)], check=True)
 
 
 def stored(client: Client) -> Counter[Outcome]:
@@ -146,3 +153,62 @@ def test_a_start_refused_for_room_leaves_nothing_in_the_arenas_directory(
     done = run_kvd("--arena-path", str(small_tmpfs), "--arena-size", "64MiB", "--socket", socket)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done
     assert os.listdir(small_tmpfs) == []
+
+
+OWN = 5  # inodes: the directory, the arena, its table, its lock, the directory of session locks
+
+
+@pytest.mark.parametrize("count", [*range(1, OWN + 16, 3), OWN + 15])
+def test_a_start_without_inodes_is_refused_with_the_way_out(small_tmpfs: Path, count: int) -> None:
+    """K119: there is room for bytes, but for no more files."""
+    give_inodes(small_tmpfs, count)
+    socket = str(small_tmpfs.with_name(small_tmpfs.name + ".sock"))
+    done = run_kvd("--arena-path", str(small_tmpfs), "--arena-size", "16MiB", "--socket", socket)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+    assert f"of its {count} inodes free" in done.stderr and "nr_inodes" in done.stderr
+    assert "remove it" not in done.stderr
+    assert os.listdir(small_tmpfs) == []
+
+
+@pytest.mark.parametrize("count", [0, OWN + 16])
+def test_a_start_with_just_enough_inodes_or_no_limit_is_none_to_refuse(
+    small_tmpfs: Path, count: int
+) -> None:
+    """K119"""
+    give_inodes(small_tmpfs, count)
+    with DaemonProcess(arena_size="16MiB", args=("--arena-path", str(small_tmpfs))) as daemon:
+        assert ("has inodes for 16 sessions of 1024" in daemon.log) == bool(count)
+        with Client(daemon.socket) as client:
+            assert stored(client) == {Outcome.OK: 300}
+            daemon.restart()  # over an arena that is there, with a session that is there still
+        with Client(daemon.socket) as client:
+            assert readable(client) == 300
+
+
+def test_a_client_without_an_inode_for_its_lock_is_told_so(small_tmpfs: Path) -> None:
+    """K119: it is let in as soon as there is one."""
+    give_inodes(small_tmpfs, OWN + 2)
+    args = ("--arena-path", str(small_tmpfs), "--limits-sessions", "2")
+    with DaemonProcess(arena_size="16MiB", args=args) as daemon, Client(daemon.socket) as client:
+        client.stat()
+        (small_tmpfs / "filler").touch()
+        with pytest.raises(InternalError) as refused, Client(daemon.socket) as late:
+            late.stat()
+        assert f"has none of its {OWN + 2} inodes free" in str(refused.value)
+        assert "nr_inodes" in str(refused.value)
+        (small_tmpfs / "filler").unlink()
+        with Client(daemon.socket) as late:
+            late.stat()
+
+
+def test_a_socket_that_there_is_no_inode_for_is_refused_with_the_way_out(
+    small_tmpfs: Path,
+) -> None:
+    """K119"""
+    socket = str(small_tmpfs / "kvd.sock")
+    for count in (1, 2, 3):  # for nothing, for the lock, for one of the two sockets
+        give_inodes(small_tmpfs, count)
+        done = run_kvd("--arena-size", "4MiB", "--instance", small_tmpfs.name, "--socket", socket)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+        assert f"none of its {count} inodes free" in done.stderr
+        assert "remove it" not in done.stderr

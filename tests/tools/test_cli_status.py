@@ -84,6 +84,13 @@ def test_the_pages_that_memory_lies_in_are_told(huge: int, problem: str, said: s
     assert said in " ".join(shown(told).split())
 
 
+def test_an_arena_that_was_replaced_is_told_with_the_reason() -> None:
+    for arena in ({"origin": "new", "replaced": ""}, {"origin": "adopted", "replaced": ""}, None):
+        assert "restart" not in shown(stat(arena=arena))
+    text = shown(stat(arena={"origin": "replaced", "replaced": "had 64 MiB, not 65 MiB"}))
+    assert "restart  " in text and "the arena that was there had 64 MiB, not 65 MiB" in text
+
+
 def test_trouble_is_named() -> None:
     counters = {
         "chunks_evicted": {"capacity": 9, "command": 1},
@@ -137,6 +144,8 @@ def test_a_growing_arena_says_how_far_it_is() -> None:
     told = stat()
     told["tiers"][0]["reserved_bytes"] = GIB
     assert "growing (1 GiB)" in shown(told)
+    told["tiers"][0]["reserved_bytes"] = 4 * GIB - 4096  # there is nothing that can't be had
+    assert "growing (4 GiB)" in shown(told)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])

@@ -188,9 +188,15 @@ def _integrity(book: Book) -> Text:
 
 def _restart(book: Book) -> Text | None:
     adopted, rejected = book.reasons("records_adopted"), book.reasons("records_rejected")
-    if not adopted and not rejected:
+    arena = book.stat.get("arena", {})
+    replaced = arena.get("replaced", "") if isinstance(arena, Mapping) else ""
+    if not (adopted or rejected or replaced):
         return None
-    return _join(_said("adopted", adopted), _said("not taken over", rejected))
+    return _join(
+        _said("adopted", adopted),
+        _said("not taken over", rejected),
+        f"nothing adopted: the arena that was there {clean(replaced)}" if replaced else "",
+    )
 
 
 def _slabs(book: Book) -> Text:

@@ -22,8 +22,6 @@ from kvd.tools.cli.link import Link
 from kvd.tools.cli.options import connection
 from kvd.tools.cli.units import clean, format_bytes, format_count, format_duration
 
-MOST_SLABS = 16  # a slab is at most this part of an arena
-
 
 @click.command()
 @connection
@@ -89,7 +87,7 @@ def _tiers(output: Output, stat: Mapping[str, Any]) -> Table:
         limit = tier.get("limit_bytes", 0)
         used = tier.get("used_bytes", 0)  # slots that are taken, whatever by
         reserved = tier.get("reserved_bytes", limit)
-        growing = reserved < limit - limit // MOST_SLABS  # less than a slab may be left over
+        growing = reserved < limit
         state = f"growing ({format_bytes(reserved)})" if growing else tier.get("state", "?")
         condemned = tier.get("condemned_bytes", 0)
         table.add_row(

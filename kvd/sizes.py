@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-__all__ = ["LARGEST", "format_size", "parse_size"]
+__all__ = ["LARGEST", "format_size", "parse_size", "rounded_size"]
 
 LARGEST = 2**62  # above this no offset + length fits a signed 64-bit number
 
@@ -18,6 +18,8 @@ _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[_letter + "b"] = 1000**_power
     _UNITS[_letter + "ib"] = 1024**_power
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 _SIZE = re.compile(r"(?P<number>[0-9]{1,20}(?:\.[0-9]{1,9})?) ?(?P<unit>[A-Za-z]{0,3})", re.ASCII)
 
@@ -51,9 +53,25 @@ def _bounded(size: int) -> int:
 
 
 def format_size(size: int) -> str:
-    """The size with the largest binary unit that leaves at most one decimal: for people."""
-    for power, unit in ((5, "PiB"), (4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if size >= 1024**power:
-            number = size / 1024**power
-            return f"{number:.0f} {unit}" if number == int(number) else f"{number:.1f} {unit}"
-    return f"{size} B"
+    """The size with the largest binary unit that leaves at most one decimal, and in bytes too where
+    that is not all of it: "2.0 MiB" alone may be outside of "2 MiB to 64 TiB"."""
+    short = rounded_size(size)
+    unit = 1024 ** _unit_of(size)
+    return short if 10 * size % unit == 0 else f"{short} ({size} bytes)"
+
+
+def rounded_size(size: int) -> str:
+    """The same without bytes: for where these stand beside it."""
+    power = _unit_of(size)
+    if not power:
+        return f"{size} B"
+    number = size / 1024**power
+    return (
+        f"{number:.0f} {_BINARY[power]}"
+        if size % 1024**power == 0
+        else (f"{number:.1f} {_BINARY[power]}")
+    )
+
+
+def _unit_of(size: int) -> int:
+    return next((power for power in (5, 4, 3, 2, 1) if size >= 1024**power), 0)
