@@ -65,12 +65,8 @@ def rounded_size(size: int) -> str:
     power = _unit_of(size)
     if not power:
         return f"{size} B"
-    number = size / 1024**power
-    return (
-        f"{number:.0f} {_BINARY[power]}"
-        if size % 1024**power == 0
-        else (f"{number:.1f} {_BINARY[power]}")
-    )
+    decimals = 1 if size % 1024**power else 0
+    return f"{size / 1024**power:.{decimals}f} {_BINARY[power]}"
 
 
 def _unit_of(size: int) -> int:

@@ -81,10 +81,7 @@ class ArenaMap:
         """`length` bytes of the arena from `offset`. ArenaError, Forked."""
         if offset < 0 or length < 0 or offset + length > self.size:
             raise ArenaError(f"range ({offset}, {length}) is outside of {self.size} arena bytes")
-        try:
-            return self._payload.bytes[offset : offset + length].data
-        except ArenaError:
-            raise self._closed() from None
+        return self._bytes(self._payload)[offset : offset + length].data
 
     def as_array(self, ref: SlotRef | np.void, dtype: DTypeLike = np.uint8) -> NDArray[Any]:
         """The payload as a flat array of dtype. ArenaError also if its size does not divide."""
@@ -149,7 +146,7 @@ class ArenaMap:
     def header(self, record: Any) -> ChunkHeader:
         """A record's header, by any integer: a reference's fields may be numpy's. ArenaError if
         none is there (or it is being written each time)."""
-        table = self._table_bytes()
+        table = self._bytes(self._table)
         record = operator.index(record)
         if not 0 <= record < self._geometry.records:
             raise ArenaError(f"record {record} is beyond the table's {self._geometry.records}")
@@ -165,6 +162,7 @@ class ArenaMap:
     def prefault(self, offset: int, length: int, write: bool = True) -> None:
         """Fault a range of the arena in, without the GIL; do it in steps, from another thread. It
         changes no byte. ArenaError, Forked."""
+        self._check_alive()
         self._payload.populate(offset, length, write=write)
 
     def close(self, why: KvdError | None = None) -> None:
@@ -181,11 +179,12 @@ class ArenaMap:
         self._quads = memoryview(b"")
 
     def _check_alive(self) -> None:
-        self._table_bytes()
+        self._bytes(self._table)
 
-    def _table_bytes(self) -> NDArray[np.uint8]:
+    def _bytes(self, mapping: Mapping) -> NDArray[np.uint8]:
+        """Raises why it was closed, if it was; Forked."""
         try:
-            return self._table.bytes
+            return mapping.bytes
         except ArenaError:
             raise self._closed() from None
 

@@ -1,8 +1,9 @@
 """Chunks that are to be written to a tier when there is time: write-through, drains, second hits.
 
 The law of this module: what waits holds nothing, so it can be evicted; only what is under way keeps
-its slots, and of these a tier that answers late, or not at all, gets an eighth of a size class at
-the most. Each tier has a line of its own, and in it each size class: none waits behind another's.
+its slots: a tier that answers late, or not at all, begins no more once it has an eighth of a size
+class. Each tier has a line of its own, and in it what needs the same classes: none waits behind
+another's.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ _STALE: Final = 64  # entries passed over at a time
 
 
 class Backlog:
-    """By tier and size class, in the order named; each chunk at most once."""
+    """By tier and size classes, in the order named; each chunk at most once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         tiers = len(store.ladder.lowers)
-        self._lines: list[dict[int, dict[int, bytes]]] = [{} for _ in range(tiers)]  # row -> key
+        # by the classes of their slots: row -> key
+        self._lines: list[dict[tuple[int, ...], dict[int, bytes]]] = [{} for _ in range(tiers)]
         self._under_way = [0] * tiers
         self._held: list[dict[int, int]] = [{} for _ in range(tiers)]  # size -> slots
 
@@ -40,7 +42,7 @@ class Backlog:
     def ready(self) -> bool:
         """Whether more could be begun now."""
         return any(
-            any(line and self._may(lower, size) for size, line in self._lines[lower.number].items())
+            any(line and self._may(lower, need) for need, line in self._lines[lower.number].items())
             for lower in self._store.ladder.lowers
         )
 
@@ -49,15 +51,15 @@ class Backlog:
         chunks = self._store.chunks
         if not chunks.space[row]:
             return  # it has gone since it was looked up
-        size = self._store.spaces.of(chunks.space[row]).slot_sizes[0]
-        self._lines[lower.number].setdefault(size, {})[row] = chunks.key_of(row)
+        need = tuple(sorted(set(self._store.spaces.of(chunks.space[row]).slot_sizes)))
+        self._lines[lower.number].setdefault(need, {})[row] = chunks.key_of(row)
 
     def next(self, lower: Lower) -> int:
         """Take the next chunk that may be begun now, or NONE."""
         chunks = self._store.chunks
-        for size, line in self._lines[lower.number].items():
+        for need, line in self._lines[lower.number].items():
             for _ in range(_STALE):
-                if not line or not self._may(lower, size):
+                if not line or not self._may(lower, need):
                     break
                 row = next(iter(line))
                 key = line.pop(row)
@@ -65,18 +67,21 @@ class Backlog:
                     return row
         return NONE
 
-    def _may(self, lower: Lower, size: int) -> bool:
-        """Whether one more chunk of a class may be on its way."""
+    def _may(self, lower: Lower, need: tuple[int, ...]) -> bool:
+        """Whether one more chunk with slots of these classes may be on its way."""
         if not lower.writable:
             return True  # it will not be, and need not wait to learn so
         if self._under_way[lower.number] >= _LEAD * lower.config.writes:
             return False
         if self._store.draining:
             return True  # nobody stores any more
-        slabs = self._store.slabs
-        slots = slabs.slots.get(size, 0)
-        slots += (slabs.blanks + slabs.count - slabs.open) * (slabs.size // size)  # it may yet have
-        return self._held[lower.number].get(size, 0) < max(1, slots // _SHARE)
+        slabs, held = self._store.slabs, self._held[lower.number]
+        free = slabs.blanks + slabs.count - slabs.open  # slabs that any class may yet have
+        for size in need:
+            slots = slabs.slots.get(size, 0) + free * (slabs.size // size)
+            if held.get(size, 0) >= max(1, slots // _SHARE):
+                return False
+        return True
 
     def begun(self, move: Move) -> None:
         """One of these is on its way, and keeps its slots."""

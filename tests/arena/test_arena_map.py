@@ -201,6 +201,7 @@ def test_whoever_uses_a_closed_map_is_told_why_it_was_closed(open_arena: Open) -
         lambda: client.unchanged([(0, 0, 4096, 64, 1)], 1),
         lambda: client.generations(np.array([0])),
         lambda: client.header(0),
+        lambda: client.prefault(0, 1),
         client.epoch,
         client.reserved,
     ]

@@ -87,6 +87,21 @@ def test_what_waits_for_a_tier_that_hangs_holds_no_room() -> None:
     assert set(chain(59, 4)) <= below
 
 
+def test_of_a_chunk_with_slots_of_two_classes_the_scarcer_one_counts() -> None:
+    two = spec("two", 4 * KIB, 28 * KIB)
+    world = Hung(TierConfig("s3", 1 << 26, policy=THROUGH, writes=16))
+    client = world.open(admin=True)
+    client.register(two)
+    world.hangs = True
+    for n in range(30):
+        assert set(client.store(two, [key("two", n)])) == {O.OK}
+        world.settle()
+    # 30 slots of 28 KiB in 15 slabs, one of 4 KiB slots in two more, and the other 16 blank
+    assert len(world.core._demotions.by_row) <= 64 // 8
+    world.heals()
+    assert world.core.moving == 0 and len(world.shelves[0].there) == 60
+
+
 def test_a_healthy_tier_is_written_to_beside_one_that_hangs() -> None:
     world = Hung(
         TierConfig("nvme", 1 << 26), TierConfig("s3", 1 << 26, policy=THROUGH, writes=16)

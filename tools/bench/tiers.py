@@ -344,7 +344,8 @@ def _slow_tier(folder: Path, *, quick: bool) -> dict[str, float]:
     """p99 of NVMe reads beside a tier that takes 2 s a request, over p99 without it. One turn's p99
     is as noisy as the disk, and that drifts: so many short turns, each way first in every other
     round, and the median over the turns. `control`: the same of the turns without it alone, those
-    of odd rounds over those of even ones, which is 1 but for the noise."""
+    of odd rounds over those of even ones, which is 1 but for the noise and their place in a round.
+    """
     busy("a slow tier beside nvme")
     rounds, seconds = (2, 0.3) if quick else (24, 2.0)
     rig = _Rig(folder / "beside", MIB, 32)
