@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -139,6 +140,15 @@ class Daemon:
                     pass
             time.sleep(0.05)
         raise BenchError(f"the daemon was not ready within {_START_S:.0f} s")
+
+
+def until(true: Callable[[], bool], seconds: float = 120.0) -> None:
+    """Wait for a state. BenchError if it does not come."""
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            raise BenchError("the daemon did not come to the state that is measured")
+        time.sleep(0.05)
 
 
 def _peer_pid(path: str) -> int:

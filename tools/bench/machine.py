@@ -46,6 +46,11 @@ def busy(what: str) -> None:
     print(f"busy machine: other processes took part in {what}", file=sys.stderr)
 
 
+def doing(what: str) -> None:
+    """Say what is measured now, where that takes a while."""
+    print(f"kvd-bench: {what}", file=sys.stderr)
+
+
 def _cpu_model() -> str:
     for line in _lines("/proc/cpuinfo"):
         name, _, value = line.partition(":")

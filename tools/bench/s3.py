@@ -22,7 +22,7 @@ from kvd.chunk import ChunkHeader, HeaderFlag, State, payload_digest
 from kvd.tiers import base as t
 from kvd.tiers.pool import PoolConfig, PooledTier
 from kvd.tools.bench.daemon import BenchError
-from kvd.tools.bench.machine import busy
+from kvd.tools.bench.machine import doing
 from kvd.tools.services import ACCESS, SECRET, Seaweed, ServiceFailed
 
 __all__ = ["run_s3"]
@@ -39,7 +39,7 @@ def run_s3(
     try:
         server = Seaweed(home)
     except ServiceFailed as missing:
-        busy(f"s3 left out: {missing}")
+        doing(f"s3 left out: {missing}")
         return []
     try:
         server.make_bucket(BUCKET)
@@ -54,7 +54,7 @@ def run_s3(
 
 
 def _row(server: Seaweed, size: int, count: int, workers: int, rounds: int) -> dict[str, Any]:
-    busy(f"s3, {count} x {size // MIB} MiB, {workers} at a time")
+    doing(f"s3, {count} x {size // MIB} MiB, {workers} at a time")
     memory = mmap(-1, size * count)
     view = np.frombuffer(memory, np.uint8)
     some = np.random.default_rng(1).integers(0, 256, 8 * MIB + 13, np.uint8)
