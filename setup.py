@@ -34,7 +34,7 @@ ALSO = {
     ),
     "kvd/tiers": (
         "breaker", "crew", "crossing", "health", "meter", "nvme/slabs", "pieces", "pool", "quiet",
-        "waiting", "waking", "watch",
+        "seats", "waiting", "waking", "watch",
     ),
     "kvd/wire": ("codec", "frame", "replies", "requested", "requests"),
 }  # fmt: skip

@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 from kvd.chunk import ChunkHeader, HeaderFlag, payload_digest
 from kvd.chunk import State as RecordState
-from kvd.tiers.backend import Backend
+from kvd.tiers.backend import Backend, Found, Stored
 from kvd.tiers.base import Answer, Completion, Delete, Job, Key, Read, Write
 from kvd.tiers.meter import Meter
+from kvd.tiers.seats import Seats
 
 __all__ = ["Crossing"]
 
@@ -31,12 +32,14 @@ class Crossing:
         meter: Meter,
         clock: Callable[[], int],
         verify_source: bool,
+        seats: Seats,
     ) -> None:
         self._name = name
         self._backend = backend
         self._meter = meter
         self._clock = clock
         self._verify_source = verify_source
+        self._seats = seats
 
     def carry_out(self, jobs: list[Job]) -> list[Completion]:
         """One write or read, or deletes that go together."""
@@ -66,7 +69,7 @@ class Crossing:
         if self._verify_source and payload_digest(source) != header.digest:
             return Completion(job, Answer.CORRUPT, detail="the source does not match its digest")
         ready = header._replace(state=RecordState.READY)
-        stored = self._backend.put(Key.of(header), ready, source, job.deadline)
+        stored = self._put(job, ready, source)
         answer = Answer.EXISTS if stored.existed else Answer.OK
         return Completion(job, answer, place=stored.place, nbytes=len(source))
 
@@ -76,7 +79,7 @@ class Crossing:
         for attempt in range(self._backend.attempts):
             if attempt and self._clock() >= job.deadline:
                 break
-            found = self._backend.get(job.key, job.place, into, job.deadline)
+            found = self._get(job, into)
             problem = mismatch(job.key, found.header, into)
             if not problem:
                 if attempt:
@@ -87,6 +90,22 @@ class Crossing:
         self._meter.count("quarantined")
         log.error("tier %s: chunk %s is quarantined: %s", self._name, job.key.chunk.hex(), problem)
         return Completion(job, Answer.CORRUPT, detail=problem)
+
+    def _put(self, job: Write, ready: ChunkHeader, source: memoryview) -> Stored:
+        seated = self._seats.take(write=True)
+        try:
+            return self._backend.put(Key.of(ready), ready, source, job.deadline)
+        finally:
+            if seated:
+                self._seats.give_back(write=True)
+
+    def _get(self, job: Read, into: memoryview) -> Found:
+        seated = self._seats.take(write=False)
+        try:
+            return self._backend.get(job.key, job.place, into, job.deadline)
+        finally:
+            if seated:
+                self._seats.give_back(write=False)
 
 
 def mismatch(key: Key, header: ChunkHeader, into: memoryview) -> str:

@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 from kvd.errors import ConfigError
 from kvd.native import mypyc_attr
@@ -39,41 +38,24 @@ from kvd.tiers.base import (
     Usage,
     Write,
 )
-from kvd.tiers.breaker import BreakerConfig, BreakerState
+from kvd.tiers.breaker import BreakerState
 from kvd.tiers.crew import Crew, Task, Worker
 from kvd.tiers.crossing import Crossing
 from kvd.tiers.healing import Heal, Healing
 from kvd.tiers.health import Health
 from kvd.tiers.meter import Meter
 from kvd.tiers.pieces import Pieces
+from kvd.tiers.poolconfig import DEFAULT, PoolConfig
 from kvd.tiers.quiet import Quiet
+from kvd.tiers.seats import Seats
 from kvd.tiers.waiting import Waiting
 from kvd.tiers.waking import Waking
 from kvd.tiers.watch import Watch
 
 log = logging.getLogger(__name__)
 
-MS = 1_000_000
-SECOND = 1_000 * MS
+SECOND = 1_000_000_000
 
-
-class PoolConfig(NamedTuple):
-    """`workers` jobs run at a time; `writers` of them at most are writes, scrubs or prefetches, so
-    that a load never waits behind a whole batch of demotions; fewer for `quiet_ns` after a load
-    (tiers/quiet.py)."""
-
-    workers: int = 4
-    writers: int = 3
-    quiet_ns: int = 0
-    spares: int = 4  # workers beyond, while others are stuck
-    stuck_ns: int = 10 * SECOND  # without a deadline, a job that runs longer is stuck
-    probe_ns: int = 10 * SECOND  # a probe's own deadline
-    close_ns: int = 5 * SECOND
-    verify_source: bool = True
-    breaker: BreakerConfig = BreakerConfig()
-
-
-DEFAULT = PoolConfig()
 
 _ROOM = frozenset({Answer.OK, Answer.EXISTS, Answer.NO_SPACE})
 # How a job may end, by its kind (tiers/base.py): whoever handed it over can deal with nothing else.
@@ -143,7 +125,9 @@ class PooledTier(Tier):
             wake=self._wake,
             late=self._late,
         )
-        self._crossing = Crossing(name, backend, self.meter, clock, config.verify_source)
+        self._crossing = Crossing(
+            name, backend, self.meter, clock, config.verify_source, Seats(config.depth)
+        )
 
     # -- life -----------------------------------------------------------------------------------
 

@@ -3,9 +3,9 @@
 The law of this module: for a while after a load began, one job that is behind loads runs at a
 time, for the next load comes soon and its bytes share the medium with whatever is under way. After
 a job of a tenant other than the one that loads, the medium rests for twice as long as the job took:
-two thirds of the time are the loads' own. For a while after an engine looked anything up, half as
-many such jobs run at a time as otherwise: each worker takes the interpreter from the loop that is
-to answer. When nobody asks nothing is held back, and nothing for ever.
+two thirds of the time are the loads' own. For a while after an engine looked anything up, a third
+as many such jobs run at a time as otherwise: each worker takes the interpreter from the loop that
+is to answer. When nobody asks nothing is held back, and nothing for ever.
 
 Pure: times are ns of any one clock. Not thread-safe: the pool's lock is held.
 """
@@ -38,7 +38,7 @@ class Quiet:
     def most(self, now: int) -> int:
         """Jobs behind loads that may run at a time now."""
         if now >= self._until:
-            return max(1, self._most // 2) if now < self._asked_until else self._most
+            return max(1, self._most // 3) if now < self._asked_until else self._most
         return 1 if now >= self._rest_until else 0
 
     def asked(self, now: int) -> None:

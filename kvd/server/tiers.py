@@ -120,15 +120,13 @@ def _check_file(setting: str, path: str | bool | None) -> None:
 
 
 def _pooled(
-    config: Config,
     known: TierConfig,
     backend: Callable[[], Backend],
-    workers: int,
+    pool: PoolConfig,
     *,
     cursor: Path | None = None,
-    quiet_ns: int = 0,
 ) -> TierPlan:
-    name, pool = known.name, _pool(config, workers, quiet_ns)
+    name = known.name
     return TierPlan(
         known,
         lambda done: PooledTier(name, backend(), done, pool),
@@ -141,12 +139,11 @@ def _installation(config: Config) -> str:
     return config.installation or f"{socket.gethostname()}/{os.getuid()}/{config.instance}"
 
 
-def _pool(config: Config, workers: int, quiet_ns: int = 0) -> PoolConfig:
+def _pool(config: Config, workers: int) -> PoolConfig:
     return PoolConfig(
         workers=workers,
         writers=max(1, workers - 1),
         spares=workers,
-        quiet_ns=quiet_ns,
         breaker=BreakerConfig.up_to(int(config.retry_s * NS)),
     )
 
@@ -167,7 +164,7 @@ def _hbm(config: Config) -> TierPlan:
         writes=workers,
         scrub=config.hbm_scrub,
     )
-    return _pooled(config, known, lambda: HbmBackend(settings), workers)
+    return _pooled(known, lambda: HbmBackend(settings), _pool(config, workers))
 
 
 def _nvme(config: Config, path: str) -> TierPlan:
@@ -195,12 +192,10 @@ def _nvme(config: Config, path: str) -> TierPlan:
         scrub=config.nvme_scrub,
     )
     return _pooled(
-        config,
         known,
         lambda: NvmeBackend(settings),
-        workers,
+        _pool(config, workers).for_disk(workers, _QUIET_NS),
         cursor=Path(path, "kvd-scrub"),
-        quiet_ns=_QUIET_NS,
     )
 
 
@@ -234,7 +229,7 @@ def _redis(config: Config) -> TierPlan:
         workers,
         config.redis_scrub,
     )
-    return _pooled(config, known, lambda: RedisBackend(settings), workers)
+    return _pooled(known, lambda: RedisBackend(settings), _pool(config, workers))
 
 
 def _remote(
@@ -287,4 +282,4 @@ def _s3(config: Config) -> TierPlan:
         config.s3_scrub,
     )
     backend = S3Backend(settings)
-    return _pooled(config, known, lambda: backend, workers)._replace(owns=backend.owns)
+    return _pooled(known, lambda: backend, _pool(config, workers))._replace(owns=backend.owns)

@@ -45,12 +45,12 @@ def test_who_loads_does_not_rest_from_its_own_writes() -> None:
     assert quiet.most(1015) == 1
 
 
-@pytest.mark.parametrize(("most", "half"), [(1, 1), (2, 1), (3, 1), (4, 2), (15, 7)])
-def test_while_engines_ask_half_as_many_run_and_nothing_rests(most: int, half: int) -> None:
+@pytest.mark.parametrize(("most", "third"), [(1, 1), (3, 1), (5, 1), (6, 2), (17, 5)])
+def test_while_engines_ask_a_third_as_many_run_and_nothing_rests(most: int, third: int) -> None:
     quiet = Quiet(50, most)
     quiet.asked(1000)
     quiet.ended([OTHERS], 1000, 1010)
-    assert [quiet.most(now) for now in (1010, 1049, 1050)] == [half, half, most]
+    assert [quiet.most(now) for now in (1010, 1049, 1050)] == [third, third, most]
     assert not quiet.lasts(1010), "writes are not made in pieces: there is no load to let through"
 
 

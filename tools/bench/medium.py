@@ -46,7 +46,8 @@ class Rig:
             folder, "bench", size * count * 2 + 64 * MIB, size * count + MIB, reserve_bytes=0,
             threads=DEPTH,
         )  # fmt: skip
-        pool = PoolConfig(workers=DEPTH, writers=DEPTH)
+        # as the daemon has it, but that no write makes way for the reads before it
+        pool = PoolConfig().for_disk(DEPTH, quiet_ns=0)
         self.tier = PooledTier("nvme", NvmeBackend(config), self.completions, pool)
         self.report = self.tier.start()
         self.headers = [self._header(n) for n in range(count)]
