@@ -342,7 +342,7 @@ class Store:
             parent=chunks.parent[row],
             queue=queue,
             size=space.chunk_slot_bytes,
-            ghost=chunks.word[4 * row + 1] ^ space.salt,
+            ghost=self.ghost(row),
             now=self.now,
         )
 
