@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from kvd.native import i64
+
 _STEP: Final = 4  # places of the first set looked at in each use
 
 
@@ -47,19 +49,20 @@ class _Places:
     def after(self, where: int) -> int:
         """Bytes of hotter places."""
         tree, total = self.tree, self.bytes
-        where += 1
-        while where:
-            total -= tree[where]
-            where &= where - 1
+        at: i64 = where + 1
+        while at:
+            total -= tree[at]
+            at &= at - 1
         return total
 
     def _add(self, where: int, nbytes: int) -> None:
-        tree, room = self.tree, self.room
+        tree = self.tree
         self.bytes += nbytes
-        where += 1
-        while where <= room:
-            tree[where] += nbytes
-            where += where & -where
+        at: i64 = where + 1
+        room: i64 = self.room
+        while at <= room:
+            tree[at] += nbytes
+            at += at & -at
 
 
 class Order:
