@@ -100,8 +100,16 @@ class Chunks:
         told: bytes = _DIGEST.unpack_from(self.print, 16 * row)[0]
         return told
 
+    def set_print(self, row: int, told: bytes) -> None:
+        """Pre: 16 bytes."""
+        _DIGEST.pack_into(self.print, 16 * row, told)
+
+    def set_key(self, row: int, key: bytes) -> None:
+        """Pre: 32 bytes."""
+        _KEY.pack_into(self.key, 32 * row, key)
+
     def take(self) -> int:
-        """A free row, or NONE."""
+        """A free row, or NONE. It has neither shards nor writers."""
         if self._free:
             return self._free.pop()
         row = self._used
@@ -119,6 +127,7 @@ class Chunks:
         return row
 
     def give(self, row: int) -> None:
+        """Pre: it has neither shards nor writers."""
         self.space[row] = 0
         if self.odd_pos0:
             self.odd_pos0.pop(row, None)
@@ -188,4 +197,5 @@ class Cells:
         return digest
 
     def set_digest(self, cell: int, digest: bytes) -> None:
-        self.digest[16 * cell : 16 * cell + 16] = digest
+        """Pre: 16 bytes."""
+        _DIGEST.pack_into(self.digest, 16 * cell, digest)

@@ -36,6 +36,9 @@ from kvd.eviction.base import Policy
 from kvd.native import named
 
 _NO_ID: Final = bytes(16)
+# A member is looked up in its class at every mention.
+_FREE: Final = State.FREE
+_WRITING: Final = State.WRITING
 STAY_WEIGHT: Final = 0.01
 
 
@@ -128,12 +131,11 @@ class Store:
         row = chunks.take()
         if row == NONE:
             return NONE
-        chunks.key[32 * row : 32 * row + 32] = key
+        chunks.set_key(row, key)
         chunks.space[row] = space.number
         chunks.index[row] = index
         chunks.child[row] = NONE
         chunks.cell[row] = NONE
-        chunks.ready[row] = chunks.writing[row] = chunks.bad[row] = 0
         chunks.leases[row] = chunks.hits[row] = chunks.flags[row] = 0
         self.index.put(row)
         self.link(row, parent)
@@ -311,11 +313,10 @@ class Store:
         self.pinned[row] = self.pinned.get(row, 0) + 1
 
     def unpin(self, row: int) -> None:
-        left = self.pinned[row] - 1
+        left = self.pinned.pop(row) - 1
         if left:
             self.pinned[row] = left
         else:
-            del self.pinned[row]
             self.settle(row)
 
     def grow_queues(self) -> None:
@@ -358,7 +359,7 @@ class Store:
 
     def free_slot(self, record: int, *, earlier: bool = False) -> None:
         """The slot's generation changes now, before anybody can get it."""
-        self.out.append(named(PatchRecord, (record, State.FREE, self.generation(), None, None)))
+        self.out.append(named(PatchRecord, (record, _FREE, self.generation(), None, None)))
         if earlier and self.hold:
             self.slabs.set_cell(record, DETACHED)
             self.held.append(record)
@@ -434,9 +435,14 @@ class Store:
 
     def header(self, cell: int, state: State, generation: int, session: bytes) -> ChunkHeader:
         """The record of a cell's slot, as it has to stand in the table."""
+        row = self.cells.chunk[cell]
+        space = self.spaces.of(self.chunks.space[row])
+        return self._header(row, space, cell, state, generation, session)
+
+    def _header(
+        self, row: int, space: Space, cell: int, state: State, generation: int, session: bytes
+    ) -> ChunkHeader:
         chunks, cells = self.chunks, self.cells
-        row = cells.chunk[cell]
-        space = self.spaces.of(chunks.space[row])
         shard = cell - chunks.cell[row]
         sealed = cells.marks[cell] & col.SEALED
         index = chunks.index[row]
@@ -466,6 +472,13 @@ class Store:
             0,
         )
         return named(ChunkHeader, values)
+
+    def write_granted(
+        self, row: int, space: Space, cell: int, record: int, generation: int, session: bytes
+    ) -> None:
+        """`write_record` for a slot that was granted just now, by who knows all about it."""
+        header = self._header(row, space, cell, _WRITING, generation, session)
+        self.out.append(named(WriteRecord, (record, header)))
 
     def write_record(self, cell: int, state: State, session: bytes = _NO_ID) -> None:
         cells = self.cells
