@@ -179,11 +179,17 @@ class Distances:
         mine: list[int] = digests[at].tolist()
         if len(lengths) <= 1:
             return [mine]
-        requests: dict[int, list[int]] = {}
-        which = np.searchsorted(np.cumsum(lengths), at, side="right").tolist()
-        for request, digest in zip(which, mine, strict=True):
-            requests.setdefault(request, []).append(digest)
-        return list(requests.values())
+        places: list[int] = at.tolist()
+        requests: list[list[int]] = []
+        begin = end = n = 0
+        for length in lengths:
+            begin = n
+            end += length
+            while n < len(places) and places[n] < end:
+                n += 1
+            if n > begin:
+                requests.append(mine[begin:n])
+        return requests
 
     def _change_hot(self, size: int) -> None:
         """Other keys are hot now. What a new one had is moved from the sample's share to its own,

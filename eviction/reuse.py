@@ -53,7 +53,8 @@ class Reuse(LeafPolicy):
         super().__init__(same_use_s)
         self._factor, self._horizon = ghost_factor, horizon
         self._odds = Odds(self._lists, prior, _GROUPS)
-        self._rows: dict[int, int] = {}  # of the odds' tables, by home
+        self._rows: list[int] = []  # of the odds' tables, by home; ABSENT: none yet
+        self._known = 0  # queues that have rows
         self._queue = 0  # of the chunk that is being inserted
         self._ghosts = Ghosts(2)  # last use, row
         self._peak = 0
@@ -65,13 +66,16 @@ class Reuse(LeafPolicy):
 
     def _row(self, home: int) -> int:
         """The row of the odds' tables for chunks at a home."""
-        row = self._rows.get(home)
-        if row is None:
-            group = min(len(self._rows) // self._lists, _GROUPS - 1)
+        rows = self._rows
+        row = rows[home] if home < len(rows) else ABSENT
+        if row < 0:
+            group = min(self._known, _GROUPS - 1)
+            self._known += 1
             base = home - home % self._lists
+            rows.extend([ABSENT] * (base + self._lists - len(rows)))
             for kind in range(self._lists):
-                self._rows[base + kind] = group * self._lists + kind
-            row = self._rows[home]
+                rows[base + kind] = group * self._lists + kind
+            row = rows[home]
         return row
 
     # -- uses -----------------------------------------------------------------------------------
@@ -163,7 +167,7 @@ class Reuse(LeafPolicy):
 
     def _groups(self) -> list[int]:
         """Those of the odds that anything is known of."""
-        groups = list(range(min(len(self._rows) // self._lists, _GROUPS)))
+        groups = list(range(min(self._known, _GROUPS)))
         if self._restored and len(groups) < _GROUPS:
             groups.append(_GROUPS - 1)
         return groups

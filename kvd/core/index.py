@@ -77,9 +77,16 @@ class Index:
         chunks = self._chunks
         return bool(chunks.space[row] == space and chunks.key_of(row) == key)
 
+    def hash(self, space: int, key: bytes) -> i64:
+        """What `find` and `put` of this key begin with: who does both works it out once."""
+        return self._hash(space, key)
+
     def get(self, space: int, key: bytes) -> int:
         """Row, or NONE."""
-        hash_ = self._hash(space, key)
+        return self.find(self._hash(space, key), space, key)
+
+    def find(self, hash_: i64, space: int, key: bytes) -> int:
+        """`get` of a key with this hash."""
         view, mask = self._view, self._mask
         slot = hash_ >> self._shift
         while entry := view[slot]:
@@ -105,18 +112,21 @@ class Index:
             slot = (slot + 1) & mask
         return -1
 
-    def put(self, row: int) -> None:
-        """Enter a row under its space and key. Pre: the key is not here."""
+    def put(self, row: int, hash_: i64 = _GONE) -> None:
+        """Enter a row under its space and key, which may be known to have this hash. Pre: the key
+        is not here."""
         if _FULL * (self._count + 1) > self._mask + 1:
             self._grow()
-        self._put(row)
+        self._put(row, hash_)
         self._count += 1
         if self._old is not None:
             self._move_on()
 
-    def _put(self, row: int) -> None:
-        chunks, view, mask = self._chunks, self._view, self._mask
-        slot = self._hash(chunks.space[row], chunks.key, 32 * row) >> self._shift
+    def _put(self, row: int, hash_: i64 = _GONE) -> None:
+        view, mask = self._view, self._mask
+        if hash_ < 0:
+            hash_ = self._hash(self._chunks.space[row], self._chunks.key, 32 * row)
+        slot = hash_ >> self._shift
         while view[slot]:
             slot = (slot + 1) & mask
         view[slot] = row + 1

@@ -201,9 +201,10 @@ class Reserves:
             return self._content_row(ask, i, key, index)
         if parent != NONE and chunks.index[parent] + 1 != index:
             return _OTHER
-        row = space.get(key)
+        hash_ = store.index.hash(space.number, key)
+        row = store.index.find(hash_, space.number, key)
         if row == NONE:
-            row = store.add_chunk(space, key, parent, index)
+            row = store.add_chunk(space, key, parent, index, hash_)
             if row == NONE:
                 return NONE
             self._describe(ask, i, row)

@@ -33,7 +33,7 @@ from kvd.core.spaces import Space, Spaces
 from kvd.core.timers import Timers
 from kvd.core.touches import Touches
 from kvd.eviction.base import Policy
-from kvd.native import named
+from kvd.native import i64, named
 
 _NO_ID: Final = bytes(16)
 # A member is looked up in its class at every mention.
@@ -124,9 +124,12 @@ class Store:
 
     # -- rows -----------------------------------------------------------------------------------
 
-    def add_chunk(self, space: Space, key: bytes, parent: int, index: int) -> int:
+    def add_chunk(
+        self, space: Space, key: bytes, parent: int, index: int, hash_: i64 = NONE
+    ) -> int:
         """A new, empty row in the index and in the tree, or NONE if there is no row left. The
-        caller gives it something to live for, or calls `settle`."""
+        caller gives it something to live for, or calls `settle`. `hash_`: the index's, if it is
+        known."""
         chunks = self.chunks
         row = chunks.take()
         if row == NONE:
@@ -137,7 +140,7 @@ class Store:
         chunks.child[row] = NONE
         chunks.cell[row] = NONE
         chunks.leases[row] = chunks.hits[row] = chunks.flags[row] = 0
-        self.index.put(row)
+        self.index.put(row, hash_)
         self.link(row, parent)
         return row
 
@@ -437,13 +440,20 @@ class Store:
         """The record of a cell's slot, as it has to stand in the table."""
         row = self.cells.chunk[cell]
         space = self.spaces.of(self.chunks.space[row])
-        return self._header(row, space, cell, state, generation, session)
+        shard = cell - self.chunks.cell[row]
+        return self._header(row, space, shard, cell, state, generation, session)
 
     def _header(
-        self, row: int, space: Space, cell: int, state: State, generation: int, session: bytes
+        self,
+        row: int,
+        space: Space,
+        shard: int,
+        cell: int,
+        state: State,
+        generation: int,
+        session: bytes,
     ) -> ChunkHeader:
         chunks, cells = self.chunks, self.cells
-        shard = cell - chunks.cell[row]
         sealed = cells.marks[cell] & col.SEALED
         index = chunks.index[row]
         pos0 = index * space.chunk_tokens
@@ -474,10 +484,17 @@ class Store:
         return named(ChunkHeader, values)
 
     def write_granted(
-        self, row: int, space: Space, cell: int, record: int, generation: int, session: bytes
+        self,
+        row: int,
+        space: Space,
+        shard: int,
+        cell: int,
+        record: int,
+        generation: int,
+        session: bytes,
     ) -> None:
         """`write_record` for a slot that was granted just now, by who knows all about it."""
-        header = self._header(row, space, cell, _WRITING, generation, session)
+        header = self._header(row, space, shard, cell, _WRITING, generation, session)
         self.out.append(named(WriteRecord, (record, header)))
 
     def write_record(self, cell: int, state: State, session: bytes = _NO_ID) -> None:

@@ -138,7 +138,7 @@ class Writes:
         self._writer[cell] = (write, item)
         if store.layered:
             store.recount(row)
-        store.write_granted(row, space, cell, record, generation, session.public_id)
+        store.write_granted(row, space, shard, cell, record, generation, session.public_id)
         return item
 
     def _replace_bad(self, row: int, cell: int, shard: int) -> None:
@@ -183,14 +183,14 @@ class Writes:
         try:
             for n, i in enumerate(items):
                 item = write.items[i]
-                outcome = Outcome.FAILED
-                if item is not None:
-                    if item.phase is _OPEN and store.now < write.deadline:
-                        digest = None if digests is None else digests[16 * n : 16 * n + 16]
-                        last = self._finish(write, item, digest, stored)
-                        outcome = _OK
-                    else:
-                        outcome = self._too_late(write, item)
+                if item is None:
+                    outcome = Outcome.FAILED
+                elif item.phase is _OPEN and store.now < write.deadline:
+                    digest = None if digests is None else digests[16 * n : 16 * n + 16]
+                    last = self._finish(write, item, digest, stored)
+                    outcome = _OK
+                else:
+                    outcome = self._too_late(write, item)
                 outcomes.append(outcome)
                 if spent(store):
                     self._count(write.space, outcomes[told:], stored)
