@@ -22,6 +22,7 @@ _SHIFT: Final = 4.0
 BINS: Final = _PER_OCTAVE * _OCTAVES
 _FLOOR_S: Final = 1e-3
 _SMOOTH: Final = 4  # bins to each side
+_KERNEL: Final = np.full(2 * _SMOOTH + 1, 1.0 / (2 * _SMOOTH + 1))
 _AT_A_TIME: Final = 4  # groups worked out in one refresh
 
 # Upper edge of each bin, seconds.
@@ -37,7 +38,7 @@ def bin_of(age_ns: float) -> int:
 def bins_of(ages_ns: NDArray[np.float64]) -> NDArray[np.intp]:
     """`bin_of` for many."""
     places = _PER_OCTAVE * (np.log2(np.maximum(ages_ns, 0.0) * 1e-9 + _FLOOR_S) + _SHIFT)
-    return np.clip(places.astype(np.intp), 0, BINS - 1)
+    return np.minimum(np.maximum(places.astype(np.intp), 0), BINS - 1)
 
 
 class Odds:
@@ -107,8 +108,10 @@ def _rows(counts: array[float]) -> list[Any]:
 
 
 def _smooth(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    kernel = np.full(2 * _SMOOTH + 1, 1.0 / (2 * _SMOOTH + 1))
-    return np.stack([np.convolve(row, kernel, "same") for row in rows])
+    smooth = np.zeros_like(rows)
+    for n in np.flatnonzero(rows.any(1)).tolist():  # as a rule, few classes have any
+        smooth[n] = np.convolve(rows[n], _KERNEL, "same")
+    return smooth
 
 
 def _odds(

@@ -99,10 +99,10 @@ class Reuse(LeafPolicy):
 
     def _first(self, chunk: int, ghost: int, size: int, time: int) -> float:
         self._peak = max(self._peak, self._len)
-        parent = self._parent_of(chunk)
+        parent = self._parent[chunk]  # as it is just now
         if parent >= 0:
             home = self._home[parent]
-            if not home & 1:
+            if home >= 0 and not home & 1:
                 self._rehome(parent, home | 1)
         return float(time)
 

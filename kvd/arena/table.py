@@ -85,10 +85,10 @@ class RecordTable:
         raw = self._mapping.bytes
         self._raw = raw.data
         self._quads: memoryview[int] = self._raw[: len(raw) // 8 * 8].cast("Q")
-        self._new = memoryview(bytearray(HEADER_BYTES))  # the record that is on its way in
-        self._words_of_new = self._new.cast("Q")
-        self._checked = self._new[:CHECK_AT]
+        # the record that is on its way in
         self._redo = self._raw[REDO_AT : REDO_AT + HEADER_BYTES]
+        self._redo_words: memoryview[int] = self._redo.cast("Q")
+        self._checked = self._redo[:CHECK_AT]
         self._records = geometry.records
         self._per_slab = geometry.records_per_slab
         self._begin = geometry.record_at(0)
@@ -101,9 +101,8 @@ class RecordTable:
 
     def close(self) -> None:
         self._checked.release()
+        self._redo_words.release()
         self._redo.release()
-        self._words_of_new.release()
-        self._new.release()
         self._quads.release()
         self._raw.release()
         del self.records, self._words, self._slabs
@@ -149,7 +148,8 @@ class RecordTable:
         """Replace the record of a slot. ArenaError if no assigned slab has such a slot, ValueError
         if a field does not fit."""
         self._check(record)
-        self._store(record, header.pack(), header.generation)
+        self._redo[:] = header.pack()
+        self._store(record)
 
     def patch(
         self,
@@ -162,7 +162,7 @@ class RecordTable:
         """Change some fields of a record that is there. ArenaError if none was ever written."""
         self._check(record)
         at = self._begin + record * HEADER_BYTES
-        raw, words = self._new, self._words_of_new
+        raw, words = self._redo, self._redo_words
         raw[:] = self._raw[at : at + HEADER_BYTES]
         if not words[0]:
             raise ArenaError(f"record {record} was never written, so it can't be changed")
@@ -177,7 +177,7 @@ class RecordTable:
                 raise ValueError(f"a payload digest has 16 bytes, got {len(digest)}")
             raw[_DIGEST_AT : _DIGEST_AT + 16] = digest
         words[CHECK_AT >> 3] = check_of(self._checked)
-        self._store(record, raw, words[_GENERATION_AT >> 3])
+        self._store(record)
 
     def recover(self) -> None:
         """Take over from an owner that was killed: finish the record that it was writing, and
@@ -198,16 +198,16 @@ class RecordTable:
                 self._slabs[slab] = self._sizes[slab] = 0
                 self._bad_slabs.append(slab)
 
-    def _store(self, record: int, new: bytes | memoryview, generation: int) -> None:
-        """A new record goes into the table; the generation stands in it, too."""
+    def _store(self, record: int) -> None:
+        """What was made ready as the redo record goes into the table. Until its number is there, it
+        may be anything."""
         # Against SIGKILL, program order is enough: what this process stored stays in the page.
         # Against readers on other CPUs Python has no barrier to give: x86 keeps stores in order;
         # on weaker machines the reply that follows through a socket orders them.
         quads, at = self._quads, self._begin + record * HEADER_BYTES
-        self._redo[:] = new
         quads[REDO] = record + 1
-        quads[(at + _GENERATION_AT) >> 3] = generation
-        self._raw[at : at + HEADER_BYTES] = new
+        quads[(at + _GENERATION_AT) >> 3] = self._redo_words[_GENERATION_AT >> 3]
+        self._raw[at : at + HEADER_BYTES] = self._redo
         quads[REDO] = 0
 
     def _check(self, record: int) -> None:

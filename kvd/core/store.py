@@ -147,11 +147,11 @@ class Store:
     def link(self, row: int, parent: int) -> None:
         """Make a chunk, so far without parent, the first child of another (NONE: of none)."""
         chunks = self.chunks
+        first = NONE if parent == NONE else chunks.child[parent]
         chunks.parent[row] = parent
-        chunks.prev[row] = chunks.next[row] = NONE
+        chunks.prev[row] = NONE
+        chunks.next[row] = first
         if parent != NONE:
-            first = chunks.child[parent]
-            chunks.next[row] = first
             if first != NONE:
                 chunks.prev[first] = row
             chunks.child[parent] = row

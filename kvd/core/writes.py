@@ -26,7 +26,6 @@ from kvd.core.store import Store
 from kvd.native import named, plain_members
 
 
-
 @plain_members
 class Phase(Enum):
     OPEN = auto()

@@ -155,10 +155,10 @@ class Carrier:
             try:
                 if kind is _PATCH:
                     if n == last or not _freed(action, actions[n + 1]):
-                        self._arena.patch_record(*action)
+                        self._patch_record(action)
                     # else the next one replaces all of the record, or goes wrong
                 elif kind is _WRITE:
-                    self._arena.write_record(*action)
+                    self._arena.write_record(action.record, action.header)
                 elif broken is not None and kind is ac.Reply:
                     self._give_up(action.request, broken)
                 else:
@@ -187,6 +187,12 @@ class Carrier:
 
     # -- records --------------------------------------------------------------------------------
 
+    def _patch_record(self, action: ac.PatchRecord) -> None:
+        # all fields in order; compiled, a star would make a list of them, and a tuple of that
+        fields: tuple[Any, Any, Any, Any, Any] = action
+        record, state, generation, flags, digest = fields
+        self._arena.patch_record(record, state, generation, flags, digest)
+
     def _assign_slab(self, action: ac.AssignSlab) -> None:
         self._arena.assign_slab(action.slab, action.slot_size)
 
@@ -204,7 +210,7 @@ class Carrier:
     def _free_after_all(self, action: ac.PatchRecord) -> None:
         """What was to replace this record could not be written: it must not stay as it was."""
         try:
-            self._arena.patch_record(*action)
+            self._patch_record(action)
         except Exception:  # the actions behind it still go
             log.exception("action failed: PatchRecord")
             self._counters.reason("faults", "action")
