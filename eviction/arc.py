@@ -69,7 +69,7 @@ class Arc(LeafPolicy):
     def _pass(self, queue: int, now: int, *, stays: bool) -> Iterator[int]:
         home = queue * 2
         walk = Walk(self, (home, home + 1), stays=stays)
-        once, again = self._count.get(home, 0), self._count.get(home + 1, 0)
+        once, again = self._at(home), self._at(home + 1)
         share = self._target / max(self._len, 1)
         while True:
             chunk = walk.soon()

@@ -49,6 +49,8 @@ class Aside:
 
     def first(self, queue: int | None = None) -> int:
         """The first to come, of a queue or of all, or NOBODY."""
+        if not self._queue:  # as a rule
+            return NOBODY
         return next(iter(self._queue if queue is None else self.of(queue)), NOBODY)
 
     def clear(self) -> None:

@@ -70,8 +70,8 @@ class Distances:
         half_life_s: float = 0.0,
     ) -> None:
         self._samples = max(1, samples)
-        self._bar = min(_WORD, max(1, int(rate * _WORD)))  # digests below are followed
         self._most = most_bytes
+        self._set_bar(min(_WORD, max(1, int(rate * _WORD))))
         self._half_ns = half_life_s * 1e9
         self._fade_at = 0
         self._keys: dict[int, _Key] = {}
@@ -179,11 +179,17 @@ class Distances:
         mine: list[int] = digests[at].tolist()
         if len(lengths) <= 1:
             return [mine]
-        requests: dict[int, list[int]] = {}
-        which = np.searchsorted(np.cumsum(lengths), at, side="right").tolist()
-        for request, digest in zip(which, mine, strict=True):
-            requests.setdefault(request, []).append(digest)
-        return list(requests.values())
+        places: list[int] = at.tolist()
+        requests: list[list[int]] = []
+        begin = end = n = 0
+        for length in lengths:
+            begin = n
+            end += length
+            while n < len(places) and places[n] < end:
+                n += 1
+            if n > begin:
+                requests.append(mine[begin:n])
+        return requests
 
     def _change_hot(self, size: int) -> None:
         """Other keys are hot now. What a new one had is moved from the sample's share to its own,
@@ -215,7 +221,7 @@ class Distances:
 
     def _use(self, mine: list[int], size: int, now: int, *, stored: bool) -> None:
         """Keys that are followed were used in one request."""
-        scale = _WORD / self._bar
+        scale = self._scale
         for digest in mine:
             key = self._keys.get(digest)
             if stored and key is not None and (key.asked or now - key.last_ns < SAME_USE_NS):
@@ -235,7 +241,7 @@ class Distances:
                 self._move(digest, size, now, asked=not stored)
                 if len(self._keys) > self._samples:
                     self._lower()
-        while self._order.bytes * _WORD > self._most * self._bar and len(self._keys) > 1:
+        while self._order.bytes > self._limit and len(self._keys) > 1:
             self._drop_coldest()
 
     # -- what is followed -----------------------------------------------------------------------
@@ -244,7 +250,7 @@ class Distances:
         """The key is the hottest now."""
         key = self._keys.get(digest)
         if key is None:
-            key = self._keys[digest] = _Key(digest, _WORD / self._bar)
+            key = self._keys[digest] = _Key(digest, self._scale)
             heappush(self._high, -digest)
         else:
             self._order.take(key)
@@ -262,8 +268,14 @@ class Distances:
             key = self._keys.pop(digest, None)
             if key is not None:
                 self._order.take(key)
-                self._bar = max(1, digest)
+                self._set_bar(max(1, digest))
                 return
+
+    def _set_bar(self, bar: int) -> None:
+        """Digests below it are followed, each for so many."""
+        self._bar = bar
+        self._scale = _WORD / bar
+        self._limit = self._most * bar // _WORD  # bytes of those followed
 
     def _drop_coldest(self) -> None:
         key = self._order.coldest()

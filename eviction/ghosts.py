@@ -52,9 +52,12 @@ class Ghosts:
         old, lost = self._digest[hand], None
         if self._place.get(old) == hand:
             del self._place[old]
-            lost = tuple(self._values[hand * width : (hand + 1) * width])
+            lost = self._numbers(hand)
         self._digest[hand] = digest
-        self._values[hand * width : (hand + 1) * width] = array("d", values)
+        at, numbers = hand * width, self._values
+        for value in values:
+            numbers[at] = value
+            at += 1
         self._place[digest] = hand
         self._hand = hand + 1
         return lost
@@ -64,6 +67,9 @@ class Ghosts:
         place = self._place.pop(digest, None)
         if place is None:
             return None
+        return self._numbers(place)
+
+    def _numbers(self, place: int) -> tuple[float, ...]:
         return tuple(self._values[place * self._width : (place + 1) * self._width])
 
     def values(self) -> NDArray[np.float64]:

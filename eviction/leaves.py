@@ -81,9 +81,10 @@ class LeafPolicy(Residents):
     def _rehome(self, chunk: int, home: int) -> None:
         """Move a resident chunk to another list of its queue."""
         self._count[self._home[chunk]] -= 1
-        self._count[home] = self._count.get(home, 0) + 1
+        self._count[home] += 1
         self._home[chunk] = home
-        if isinf(self._entry[chunk]):
+        entry = self._entry[chunk]
+        if entry == inf or entry == -inf:
             return
         self._entry[chunk] = nan
         if chunk != self._newest and not self._kids[chunk]:
@@ -91,9 +92,10 @@ class LeafPolicy(Residents):
 
     def _expose(self, chunk: int) -> None:
         """The chunk is a leaf: see that its heap has an entry for it."""
-        if self._entry[chunk] == self._entry[chunk]:  # not nan: a lower bound is there
+        entry = self._entry[chunk]
+        if entry == entry:  # not nan: a lower bound is there
             return
-        if chunk in self._over:
+        if self._over and chunk in self._over:
             self._entry[chunk] = -inf
             self._soon.put(chunk, self._home[chunk] // self._lists)
             return
@@ -115,14 +117,16 @@ class LeafPolicy(Residents):
             score, chunk = heap[0]
             if self._entry[chunk] != score or self._home[chunk] != home:
                 heappop(heap)
-            elif self._kids[chunk]:
+                continue
+            if self._kids[chunk]:
                 heappop(heap)
                 self._entry[chunk] = nan
-            elif self._score[chunk] != score:
-                self._entry[chunk] = self._score[chunk]
-                heapreplace(heap, (self._score[chunk], chunk))
-            else:
+                continue
+            now = self._score[chunk]
+            if now == score:
                 return chunk
+            self._entry[chunk] = now
+            heapreplace(heap, (now, chunk))
         return ABSENT
 
     def _held(self, queue: int) -> int:
@@ -168,7 +172,9 @@ class LeafPolicy(Residents):
         newest, self._newest = self._newest, chunk
         home = queue * self._lists + self._list_of(chunk, ghost)
         self._home[chunk] = home
-        self._count[home] = self._count.get(home, 0) + 1
+        if home >= len(self._count):
+            self._grow_homes(queue)
+        self._count[home] += 1
         self._digest[chunk] = ghost
         self._used[chunk] = time
         self._entry[chunk] = nan
@@ -203,7 +209,7 @@ class LeafPolicy(Residents):
         if not self.resident(chunk):
             return
         self._gone(chunk, evicted)
-        if chunk in self._over:
+        if self._over and chunk in self._over:
             self._over.discard(chunk)
             self._soon.take(chunk)
         if self._late:
@@ -218,8 +224,9 @@ class LeafPolicy(Residents):
         self._len -= 1
         parent = self._parent[chunk]
         if parent >= 0 and self._life[parent] == self._parent_life[chunk]:
-            self._kids[parent] -= 1
-            if not self._kids[parent] and self._home[parent] >= 0 and parent != self._newest:
+            kids = self._kids[parent] - 1
+            self._kids[parent] = kids
+            if not kids and self._home[parent] >= 0 and parent != self._newest:
                 self._expose(parent)
         self._life[chunk] = (self._life[chunk] + 1) & 0xFFFFFFFF
         self._kids[chunk] = 0

@@ -9,6 +9,7 @@ idea is LHD's, Beckmann et al., NSDI 2018; censoring as in Kaplan and Meier, 195
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from math import log2
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ _SHIFT: Final = 4.0
 BINS: Final = _PER_OCTAVE * _OCTAVES
 _FLOOR_S: Final = 1e-3
 _SMOOTH: Final = 4  # bins to each side
+_KERNEL: Final = np.full(2 * _SMOOTH + 1, 1.0 / (2 * _SMOOTH + 1))
 _AT_A_TIME: Final = 4  # groups worked out in one refresh
 
 # Upper edge of each bin, seconds.
@@ -36,7 +38,7 @@ def bin_of(age_ns: float) -> int:
 def bins_of(ages_ns: NDArray[np.float64]) -> NDArray[np.intp]:
     """`bin_of` for many."""
     places = _PER_OCTAVE * (np.log2(np.maximum(ages_ns, 0.0) * 1e-9 + _FLOOR_S) + _SHIFT)
-    return np.clip(places.astype(np.intp), 0, BINS - 1)
+    return np.minimum(np.maximum(places.astype(np.intp), 0), BINS - 1)
 
 
 class Odds:
@@ -55,12 +57,18 @@ class Odds:
         self._turn = 0
         self.table = [[0.0] * BINS for _ in range(rows)]
 
-    def refresh(self, living: NDArray[np.float64], horizon_ns: float) -> None:
-        """Work out `table` anew. `living`: running lives by row and bin. Of many groups a few at
-        a time: it has to be short."""
+    def refresh(
+        self, living: NDArray[np.float64], horizon_ns: float, groups: Sequence[int] | None = None
+    ) -> None:
+        """Work out `table` anew. `living`: running lives by row and bin, of `groups` (None: of all)
+        alone, for there is nothing of others. Of many groups a few at a time: it has to be
+        short."""
+        groups = range(self._groups) if groups is None else groups
         shape = (self._groups, self._classes, BINS)
-        every_hits = np.frombuffer(self._hits).reshape(shape)
-        every_ends = (np.frombuffer(self._ends) + living.ravel()).reshape(shape)
+        some = list(groups)
+        every_hits = np.frombuffer(self._hits).reshape(shape)[some]
+        every_ends = np.frombuffer(self._ends).reshape(shape)[some]
+        every_ends += living.reshape(every_ends.shape)
         hits, ends = _smooth(every_hits.sum(0)), every_ends.sum(0)
         total = hits.sum() + ends.sum()
         if total <= 0.0:
@@ -76,7 +84,7 @@ class Odds:
                 group = known[(self._turn + n) % len(known)]
                 own_hits = _smooth(every_hits[group]) + weight * hits
                 own_ends = every_ends[group] + weight * ends
-                self._tables[group] = _odds(own_hits, own_ends, horizon_ns)
+                self._tables[groups[group]] = _odds(own_hits, own_ends, horizon_ns)
             self._turn = (self._turn + _AT_A_TIME) % len(known)
         self.table = [row for own in self._tables for row in own or common]
 
@@ -100,8 +108,10 @@ def _rows(counts: array[float]) -> list[Any]:
 
 
 def _smooth(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    kernel = np.full(2 * _SMOOTH + 1, 1.0 / (2 * _SMOOTH + 1))
-    return np.stack([np.convolve(row, kernel, "same") for row in rows])
+    smooth = np.zeros_like(rows)
+    for n in np.flatnonzero(rows.any(1)).tolist():  # as a rule, few classes have any
+        smooth[n] = np.convolve(rows[n], _KERNEL, "same")
+    return smooth
 
 
 def _odds(

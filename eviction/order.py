@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from kvd.native import i64
+
 _STEP: Final = 4  # places of the first set looked at in each use
 
 
@@ -25,20 +27,25 @@ class Spot:
 
 
 class _Places:
-    """So many places; bytes up to each of them in a tree (Fenwick, 1994)."""
+    """So many places; bytes up to each of them in a tree (Fenwick, 1994), which is there for the
+    places below `end` only and grows as these are filled. Those below `begin` are open at once."""
 
-    __slots__ = ("bytes", "room", "spots", "tree")
+    __slots__ = ("bytes", "end", "spots", "tree")
 
-    def __init__(self, room: int) -> None:
-        self.room = room
+    def __init__(self, room: int, begin: int) -> None:
+        self.end = begin
         self.spots: list[Spot | None] = [None] * room
         self.tree = [0] * (room + 1)
         self.bytes = 0
 
     def put(self, where: int, spot: Spot) -> None:
+        """Pre: nothing stands there; `where` is not beyond `end`."""
         spot.places, spot.where = self, where
         self.spots[where] = spot
-        self._add(where, spot.size)
+        if where == self.end:
+            self._append(spot.size)
+        else:
+            self._add(where, spot.size)
 
     def take(self, spot: Spot) -> None:
         self.spots[spot.where] = None
@@ -47,19 +54,33 @@ class _Places:
     def after(self, where: int) -> int:
         """Bytes of hotter places."""
         tree, total = self.tree, self.bytes
-        where += 1
-        while where:
-            total -= tree[where]
-            where &= where - 1
+        at: i64 = where + 1
+        while at:
+            total -= tree[at]
+            at &= at - 1
         return total
 
-    def _add(self, where: int, nbytes: int) -> None:
-        tree, room = self.tree, self.room
+    def _append(self, nbytes: int) -> None:
+        """One place more, whose node sums up those before that it stands for: one, on the
+        average."""
+        tree = self.tree
         self.bytes += nbytes
-        where += 1
-        while where <= room:
-            tree[where] += nbytes
-            where += where & -where
+        self.end += 1
+        at: i64 = self.end
+        step: i64 = 1
+        while not at & step:
+            nbytes += tree[at - step]
+            step += step
+        tree[at] = nbytes
+
+    def _add(self, where: int, nbytes: int) -> None:
+        tree = self.tree
+        self.bytes += nbytes
+        at: i64 = where + 1
+        end: i64 = self.end
+        while at <= end:
+            tree[at] += nbytes
+            at += at & -at
 
 
 class Order:
@@ -68,7 +89,7 @@ class Order:
     def __init__(self, most: int) -> None:
         self._most = most
         self._room = 1 << (4 * most - 1).bit_length()
-        self._second = _Places(self._room)
+        self._second = _Places(self._room, most)
         self._hot = self._low = most  # places below are for those of the first set
         self._first: _Places | None = None
         self._move_at = 0  # the next place of the first set to empty, towards the cold end
@@ -116,7 +137,7 @@ class Order:
         """The second set is full and becomes the first."""
         while self._first is not None:
             self._move(_STEP)
-        self._first, self._second = self._second, _Places(self._room)
+        self._first, self._second = self._second, _Places(self._room, self._most)
         self._move_at = self._room
         self._hot = self._low = self._most
 

@@ -45,7 +45,7 @@ class Residents(Policy):
         self._entry = array("d")
         self._used = array("d")  # last use on our clock, ns
         self._digest = array("Q")
-        self._count: dict[int, int] = {}  # chunks at a home
+        self._count: list[int] = []  # chunks at a home
         self._len = 0
         self._origin: int | None = None  # the core's time at our time 0
         self._time = 0  # ns since the origin, strictly rising
@@ -94,6 +94,16 @@ class Residents(Policy):
         more = max(need - known, min(max(known, 64), _STEP))
         for field, fill in self._columns():
             field.extend(array(field.typecode, [fill]) * more)
+
+    def _grow_homes(self, queue: int) -> None:
+        """There are chunks of this queue."""
+        more = (queue + 1) * self._lists - len(self._count)
+        if more > 0:
+            self._count.extend([0] * more)
+
+    def _at(self, home: int) -> int:
+        """How many chunks are at a home."""
+        return self._count[home] if home < len(self._count) else 0
 
     def _columns(self) -> list[tuple[array[Any], float | int]]:
         """Every per-chunk array and what it holds for an id that isn't here."""
@@ -146,8 +156,9 @@ class Residents(Policy):
         if memory is not None:
             self._recollect(order, memory, queue)
         self._settled(order)
+        self._grow_homes(queue)
         for home, count in zip(*np.unique(homes[order], return_counts=True), strict=True):
-            self._count[int(home)] = self._count.get(int(home), 0) + int(count)
+            self._count[int(home)] += int(count)
         for chunk in order[np.frombuffer(self._kids, np.int32)[order] == 0].tolist():
             self._expose(chunk)
 

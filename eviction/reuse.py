@@ -53,7 +53,8 @@ class Reuse(LeafPolicy):
         super().__init__(same_use_s)
         self._factor, self._horizon = ghost_factor, horizon
         self._odds = Odds(self._lists, prior, _GROUPS)
-        self._rows: dict[int, int] = {}  # of the odds' tables, by home
+        self._rows: list[int] = []  # of the odds' tables, by home; ABSENT: none yet
+        self._known = 0  # queues that have rows
         self._queue = 0  # of the chunk that is being inserted
         self._ghosts = Ghosts(2)  # last use, row
         self._peak = 0
@@ -61,16 +62,20 @@ class Reuse(LeafPolicy):
         self._age_out = 60e9  # mean age at eviction, ns
         self._due = 0  # evictions until the odds are worked out anew
         self._fade_at = 0
+        self._restored = False  # the last group of the odds may hold what an earlier life learned
 
     def _row(self, home: int) -> int:
         """The row of the odds' tables for chunks at a home."""
-        row = self._rows.get(home)
-        if row is None:
-            group = min(len(self._rows) // self._lists, _GROUPS - 1)
+        rows = self._rows
+        row = rows[home] if home < len(rows) else ABSENT
+        if row < 0:
+            group = min(self._known, _GROUPS - 1)
+            self._known += 1
             base = home - home % self._lists
+            rows.extend([ABSENT] * (base + self._lists - len(rows)))
             for kind in range(self._lists):
-                self._rows[base + kind] = group * self._lists + kind
-            row = self._rows[home]
+                rows[base + kind] = group * self._lists + kind
+            row = rows[home]
         return row
 
     # -- uses -----------------------------------------------------------------------------------
@@ -94,9 +99,11 @@ class Reuse(LeafPolicy):
 
     def _first(self, chunk: int, ghost: int, size: int, time: int) -> float:
         self._peak = max(self._peak, self._len)
-        parent = self._parent_of(chunk)
-        if parent >= 0 and not self._home[parent] & 1:
-            self._rehome(parent, self._home[parent] | 1)
+        parent = self._parent[chunk]  # as it is just now
+        if parent >= 0:
+            home = self._home[parent]
+            if home >= 0 and not home & 1:
+                self._rehome(parent, home | 1)
         return float(time)
 
     def _came(self, chunks: NDArray[np.int64], times: NDArray[np.int64]) -> None:
@@ -117,18 +124,20 @@ class Reuse(LeafPolicy):
             if kind < self._lists - 2:
                 self._score[chunk] = float(time)
                 self._rehome(chunk, home + 2)
+                return
         self._score[chunk] = float(time)
 
     def _gone(self, chunk: int, evicted: bool) -> None:
         row = self._row(self._home[chunk])
-        age = self._time - self._used[chunk]
+        used = self._used[chunk]
+        age = self._time - used
         if not evicted:
             self._odds.ends[row][bin_of(age)] += 1.0
             return
         self._evicted += 1
         self._due -= 1
         self._age_out += (age - self._age_out) * max(0.002, 1.0 / self._evicted)
-        values = (self._used[chunk], float(row))
+        values = (used, float(row))
         lost = self._ghosts.put(self._digest[chunk], values, int(self._factor * self._peak))
         if lost is not None:
             self._odds.ends[int(lost[1])][bin_of(self._time - lost[0])] += 1.0
@@ -144,19 +153,32 @@ class Reuse(LeafPolicy):
         there = np.flatnonzero(np.bincount(home))
         row_of = np.zeros(int(there[-1]) + 1 if len(there) else 0, np.intp)
         row_of[there] = [self._row(one) for one in there.tolist()]
-        living = self._counted(row_of[home], time - used) * float(stride)
+        groups = self._groups()
+        living = self._counted(row_of[home], time - used, groups) * float(stride)
         stride = 1 + len(self._ghosts) // _SAMPLE
         ghosts = self._ghosts.values()[::stride]
-        living += self._counted(ghosts[:, 1].astype(np.intp), time - ghosts[:, 0]) * float(stride)
-        self._odds.refresh(living, self._age_out * self._horizon)
+        rows = ghosts[:, 1].astype(np.intp)
+        living += self._counted(rows, time - ghosts[:, 0], groups) * float(stride)
+        self._odds.refresh(living, self._age_out * self._horizon, groups)
         if time >= self._fade_at:
             if self._fade_at:
                 self._odds.fade(0.5 ** (1.0 / 16.0))
             self._fade_at = time + _FADE_NS // 16
 
-    def _counted(self, rows: NDArray[np.intp], ages: NDArray[np.float64]) -> NDArray[np.float64]:
-        """How many there are of each row of the odds' tables, by age."""
-        size = self._lists * _GROUPS
+    def _groups(self) -> list[int]:
+        """Those of the odds that anything is known of."""
+        groups = list(range(min(self._known, _GROUPS)))
+        if self._restored and len(groups) < _GROUPS:
+            groups.append(_GROUPS - 1)
+        return groups
+
+    def _counted(
+        self, rows: NDArray[np.intp], ages: NDArray[np.float64], groups: list[int]
+    ) -> NDArray[np.float64]:
+        """How many there are of each row of the odds' tables for these groups, by age."""
+        size = self._lists * len(groups)
+        if groups and groups[-1] >= len(groups):  # the rows of the last one come closer
+            rows = np.where(rows < size, rows, rows - (groups[-1] + 1 - len(groups)) * self._lists)
         counts = np.bincount(rows * BINS + bins_of(ages), minlength=size * BINS)
         return counts.astype(np.float64).reshape(size, BINS)
 
@@ -170,13 +192,20 @@ class Reuse(LeafPolicy):
             self._refresh(time)
         if (cool := self._soon.first(queue)) >= 0:
             return cool
-        base, best, least = queue * self._lists, ABSENT, 0.0
-        count, top = self._count, self._top
-        for home in range(base, base + self._lists):
-            if count.get(home) and (chunk := top(home)) >= 0:
-                value = self._worth(chunk, time)
-                if best < 0 or value < least:
-                    best, least = chunk, value
+        base, best, least, known = queue * self._lists, ABSENT, 0.0, False
+        count = self._count
+        for home in range(base, min(base + self._lists, len(count))):
+            if not count[home] or (chunk := self._top(home)) < 0:
+                continue
+            if best < 0:
+                best = chunk  # what it is worth matters only beside another
+                self._row(home)
+                continue
+            if not known:
+                least, known = self._worth(best, time), True
+            value = self._worth(chunk, time)
+            if value < least:
+                best, least = chunk, value
         return best if best >= 0 else self._rest(queue)
 
     def _pass(self, queue: int, now: int, *, stays: bool) -> Iterator[int]:
@@ -235,6 +264,7 @@ class Reuse(LeafPolicy):
         self._peak, self._evicted = int(state["peak"]), max(0, int(state["evicted"]))
         self._age_out = max(1e6, float(state["age_out"]))
         # the last group is that of whoever has none of its own
+        self._restored = True
         for name, counts in (("hits", self._odds.hits), ("ends", self._odds.ends)):
             for row, learned in zip(
                 counts[-self._lists :], _table(state[name], self._lists), strict=True

@@ -69,7 +69,7 @@ class S3Fifo(LeafPolicy):
         if (cool := self._soon.first(queue)) >= 0:
             return cool
         while True:
-            which = self._which(self._count.get(home, 0), self._count.get(home + 1, 0))
+            which = self._which(self._at(home), self._at(home + 1))
             chunk = self._top(home + which)
             if chunk < 0:
                 chunk = self._top(home + 1 - which)
@@ -97,7 +97,7 @@ class S3Fifo(LeafPolicy):
             return
         home = queue * 2
         walk = Walk(self, (home, home + 1), veto=lambda chunk: self._uses[chunk] > 0, stays=stays)
-        small, main = self._count.get(home, 0), self._count.get(home + 1, 0)
+        small, main = self._at(home), self._at(home + 1)
         while True:
             chunk = walk.soon()
             if chunk < 0:

@@ -42,9 +42,9 @@ from kvd.chunk import (
     IDENTITY_DTYPE,
     RECORD_DTYPE,
     ChunkHeader,
-    patch_check,
     verify_table,
 )
+from kvd.chunk.header import CHECK_AT, check_of
 from kvd.errors import ArenaError
 
 _BATCH = 16384  # records read at a time in a scan: 8 MiB
@@ -85,8 +85,10 @@ class RecordTable:
         raw = self._mapping.bytes
         self._raw = raw.data
         self._quads: memoryview[int] = self._raw[: len(raw) // 8 * 8].cast("Q")
-        self._new = memoryview(bytearray(HEADER_BYTES))  # the record that is on its way in
-        self._words_of_new = self._new.cast("Q")
+        # the record that is on its way in
+        self._redo = self._raw[REDO_AT : REDO_AT + HEADER_BYTES]
+        self._redo_words: memoryview[int] = self._redo.cast("Q")
+        self._checked = self._redo[:CHECK_AT]
         self._records = geometry.records
         self._per_slab = geometry.records_per_slab
         self._begin = geometry.record_at(0)
@@ -98,8 +100,9 @@ class RecordTable:
         self._bad_slabs: list[int] = []
 
     def close(self) -> None:
-        self._words_of_new.release()
-        self._new.release()
+        self._checked.release()
+        self._redo_words.release()
+        self._redo.release()
         self._quads.release()
         self._raw.release()
         del self.records, self._words, self._slabs
@@ -145,8 +148,8 @@ class RecordTable:
         """Replace the record of a slot. ArenaError if no assigned slab has such a slot, ValueError
         if a field does not fit."""
         self._check(record)
-        self._new[:] = header.pack()
-        self._store(self._begin + record * HEADER_BYTES)
+        self._redo[:] = header.pack()
+        self._store(record)
 
     def patch(
         self,
@@ -159,22 +162,22 @@ class RecordTable:
         """Change some fields of a record that is there. ArenaError if none was ever written."""
         self._check(record)
         at = self._begin + record * HEADER_BYTES
-        raw = self._new
+        raw, words = self._redo, self._redo_words
         raw[:] = self._raw[at : at + HEADER_BYTES]
-        if not self._words_of_new[0]:
+        if not words[0]:
             raise ArenaError(f"record {record} was never written, so it can't be changed")
         if state is not None:
             raw[_STATE_AT] = state
         if generation is not None:
-            self._words_of_new[_GENERATION_AT >> 3] = generation
+            words[_GENERATION_AT >> 3] = generation
         if flags is not None:
             _U32.pack_into(raw, _FLAGS_AT, flags)
         if digest is not None:
             if len(digest) != 16:
                 raise ValueError(f"a payload digest has 16 bytes, got {len(digest)}")
             raw[_DIGEST_AT : _DIGEST_AT + 16] = digest
-        patch_check(raw)
-        self._store(at)
+        words[CHECK_AT >> 3] = check_of(self._checked)
+        self._store(record)
 
     def recover(self) -> None:
         """Take over from an owner that was killed: finish the record that it was writing, and
@@ -195,24 +198,24 @@ class RecordTable:
                 self._slabs[slab] = self._sizes[slab] = 0
                 self._bad_slabs.append(slab)
 
-    def _store(self, at: int) -> None:
-        """The new record goes into the table."""
+    def _store(self, record: int) -> None:
+        """What was made ready as the redo record goes into the table. Until its number is there, it
+        may be anything."""
         # Against SIGKILL, program order is enough: what this process stored stays in the page.
         # Against readers on other CPUs Python has no barrier to give: x86 keeps stores in order;
         # on weaker machines the reply that follows through a socket orders them.
-        raw, quads = self._raw, self._quads
-        raw[REDO_AT : REDO_AT + HEADER_BYTES] = self._new
-        quads[REDO] = (at - self._begin) // HEADER_BYTES + 1
-        quads[(at + _GENERATION_AT) >> 3] = self._words_of_new[_GENERATION_AT >> 3]
-        raw[at : at + HEADER_BYTES] = self._new
+        quads, at = self._quads, self._begin + record * HEADER_BYTES
+        quads[REDO] = record + 1
+        quads[(at + _GENERATION_AT) >> 3] = self._redo_words[_GENERATION_AT >> 3]
+        self._raw[at : at + HEADER_BYTES] = self._redo
         quads[REDO] = 0
 
     def _check(self, record: int) -> None:
         if not 0 <= record < self._records:
             raise ArenaError(f"record {record} is beyond the table's {self._records}")
         # Only the records of a class's slots have memory; touching others could be SIGBUS.
-        slab, slot = divmod(record, self._per_slab)
-        if slot >= self._slots[slab]:
+        slab = record // self._per_slab
+        if record - slab * self._per_slab >= self._slots[slab]:
             raise ArenaError(
                 f"record {record} is of no slot: slab {slab} has {self._slots[slab]} slots now"
             )

@@ -21,11 +21,12 @@ HEADER_BYTES: Final = 512
 HEADER_MAGIC: Final = b"KVDCHNK1"
 HEADER_VERSION: Final = 1
 
-_CHECK_AT: Final = 504
+CHECK_AT: Final = 504
 _STRUCT: Final = struct.Struct("<8sHHBBH32s32s32s32sIIII16sQIIQQQ16sQ16s248x")
-_CHECKED: Final = struct.Struct(f"<{_CHECK_AT}sQ")
+_CHECKED: Final = struct.Struct(f"<{CHECK_AT}sQ")
 _CHECK: Final = struct.Struct("<Q")
-assert _STRUCT.size == _CHECK_AT and _CHECKED.size == HEADER_BYTES
+check_of: Final = xxhash.xxh3_64_intdigest  # of the bytes before the check sum
+assert _STRUCT.size == CHECK_AT and _CHECKED.size == HEADER_BYTES
 
 
 @plain_members
@@ -87,9 +88,9 @@ class ChunkHeader(NamedTuple):
         ) = values  # fmt: skip
         try:
             # struct would cut or pad them in silence
-            hashes = len(ns), len(spec), len(chunk), len(parent)
-            digests = len(print_), len(session), len(digest)
-            if hashes != (32,) * 4 or digests != (16,) * 3:
+            if not (len(ns) == len(spec) == len(chunk) == len(parent) == 32):
+                raise ValueError(self._misfit())
+            if not (len(print_) == len(session) == len(digest) == 16):
                 raise ValueError(self._misfit())
             body = _STRUCT.pack(
                 HEADER_MAGIC,
@@ -119,7 +120,7 @@ class ChunkHeader(NamedTuple):
             )
         except (struct.error, TypeError) as error:
             raise ValueError(f"header does not fit its record: {error}") from error
-        return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
+        return body + _CHECK.pack(check_of(body))
 
     def _misfit(self) -> str:
         """The first field that has not its width."""
@@ -136,7 +137,7 @@ class ChunkHeader(NamedTuple):
         body, check = _CHECKED.unpack(data)
         if body[:8] != HEADER_MAGIC:
             raise ValueError(f"record magic is {body[:8]!r}, expected {HEADER_MAGIC!r}")
-        if xxhash.xxh3_64_intdigest(body) != check:
+        if check_of(body) != check:
             raise ValueError("record check sum does not hold")
         (_, version, size, kind, state, codec, *rest) = _STRUCT.unpack(body)
         if version != HEADER_VERSION or size != HEADER_BYTES:
@@ -251,7 +252,7 @@ def verify_table(table: NDArray[np.void]) -> NDArray[np.bool_]:
     some = np.flatnonzero(holds)
     if some.size == 0:
         return holds
-    digest = xxhash.xxh3_64_intdigest
+    digest = check_of
     for at in range(0, some.size, _VERIFY_BATCH):
         part = some[at : at + _VERIFY_BATCH]
         # One pass over packed bytes is several times faster than hashing slices or scalars.
@@ -264,4 +265,4 @@ def verify_table(table: NDArray[np.void]) -> NDArray[np.bool_]:
 
 def patch_check(record: bytearray | memoryview) -> None:
     """Recompute the check sum of a record (512 writable bytes) after a change of fields."""
-    _CHECK.pack_into(record, _CHECK_AT, xxhash.xxh3_64_intdigest(record[:_CHECK_AT]))
+    _CHECK.pack_into(record, CHECK_AT, check_of(record[:CHECK_AT]))

@@ -58,6 +58,11 @@ def pack_refs(refs: Given[list[SlotRef]]) -> bytes:
     if not isinstance(refs, list):
         raise ValueError(f"references come as a list, not as {type(refs).__name__}")
     try:
-        return b"".join([_REF.pack(*ref) for ref in refs])
-    except (error, TypeError) as misfit:
+        return b"".join([_packed(ref) for ref in refs])
+    except (error, TypeError, ValueError) as misfit:
         raise ValueError(f"a reference does not fit its widths: {misfit}") from misfit
+
+
+def _packed(ref: SlotRef) -> bytes:
+    arena, record, offset, length, generation = ref  # compiled, a star would make a list first
+    return _REF.pack(arena, record, offset, length, generation)

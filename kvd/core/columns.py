@@ -9,12 +9,15 @@ scalar. Rows are made of untouched zero pages, so room for many costs nothing.
 from __future__ import annotations
 
 from array import array
+from struct import Struct
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 NONE: Final = -1
+_KEY: Final = Struct("32s")  # takes half the time of a slice of a view
+_DIGEST: Final = Struct("16s")
 
 # states of a cell
 ABSENT: Final = 0
@@ -89,10 +92,24 @@ class Chunks:
 
     def key_of(self, row: int) -> bytes:
         """The 32-byte hash of a row."""
-        return bytes(self.key[32 * row : 32 * row + 32])
+        key: bytes = _KEY.unpack_from(self.key, 32 * row)[0]
+        return key
+
+    def print_of(self, row: int) -> bytes:
+        """Its 16-byte fingerprint."""
+        told: bytes = _DIGEST.unpack_from(self.print, 16 * row)[0]
+        return told
+
+    def set_print(self, row: int, told: bytes) -> None:
+        """Pre: 16 bytes."""
+        _DIGEST.pack_into(self.print, 16 * row, told)
+
+    def set_key(self, row: int, key: bytes) -> None:
+        """Pre: 32 bytes."""
+        _KEY.pack_into(self.key, 32 * row, key)
 
     def take(self) -> int:
-        """A free row, or NONE."""
+        """A free row, or NONE. It has neither shards nor writers."""
         if self._free:
             return self._free.pop()
         row = self._used
@@ -110,8 +127,10 @@ class Chunks:
         return row
 
     def give(self, row: int) -> None:
+        """Pre: it has neither shards nor writers."""
         self.space[row] = 0
-        self.odd_pos0.pop(row, None)
+        if self.odd_pos0:
+            self.odd_pos0.pop(row, None)
         self._free.append(row)
 
 
@@ -165,12 +184,18 @@ class Cells:
 
     def give(self, first: int, count: int) -> None:
         """Pre: all of them are absent."""
+        marks = self.marks
         for cell in range(first, first + count):
-            self.marks[cell] = 0
-        self._free.setdefault(count, array("i")).append(first)
+            marks[cell] = 0
+        free = self._free.get(count)
+        if free is None:
+            free = self._free[count] = array("i")
+        free.append(first)
 
     def digest_of(self, cell: int) -> bytes:
-        return bytes(self.digest[16 * cell : 16 * cell + 16])
+        digest: bytes = _DIGEST.unpack_from(self.digest, 16 * cell)[0]
+        return digest
 
     def set_digest(self, cell: int, digest: bytes) -> None:
-        self.digest[16 * cell : 16 * cell + 16] = digest
+        """Pre: 16 bytes."""
+        _DIGEST.pack_into(self.digest, 16 * cell, digest)

@@ -65,8 +65,9 @@ class Index:
 
     # -- one key --------------------------------------------------------------------------------
 
-    def _hash(self, space: int, key: bytes) -> i64:
-        words: tuple[i64, i64, i64, i64] = _WORDS.unpack(key)
+    def _hash(self, space: int, keys: bytes | memoryview, at: int = 0) -> i64:
+        """Of the key that stands at `at`."""
+        words: tuple[i64, i64, i64, i64] = _WORDS.unpack_from(keys, at)
         a, b, c, d = words
         of_space: i64 = space
         mixed = a * self._a + b * self._b + c * self._c + d * self._d + of_space * self._of_space
@@ -74,11 +75,18 @@ class Index:
 
     def _same(self, row: int, space: int, key: bytes) -> bool:
         chunks = self._chunks
-        return bool(chunks.space[row] == space and chunks.key[32 * row : 32 * row + 32] == key)
+        return bool(chunks.space[row] == space and chunks.key_of(row) == key)
+
+    def hash(self, space: int, key: bytes) -> i64:
+        """What `find` and `put` of this key begin with: who does both works it out once."""
+        return self._hash(space, key)
 
     def get(self, space: int, key: bytes) -> int:
         """Row, or NONE."""
-        hash_ = self._hash(space, key)
+        return self.find(self._hash(space, key), space, key)
+
+    def find(self, hash_: i64, space: int, key: bytes) -> int:
+        """`get` of a key with this hash."""
         view, mask = self._view, self._mask
         slot = hash_ >> self._shift
         while entry := view[slot]:
@@ -104,18 +112,21 @@ class Index:
             slot = (slot + 1) & mask
         return -1
 
-    def put(self, row: int) -> None:
-        """Enter a row under its space and key. Pre: the key is not here."""
-        if _FULL * (self._count + 1) > len(self._table):
+    def put(self, row: int, hash_: i64 = _GONE) -> None:
+        """Enter a row under its space and key, which may be known to have this hash. Pre: the key
+        is not here."""
+        if _FULL * (self._count + 1) > self._mask + 1:
             self._grow()
-        self._put(row)
+        self._put(row, hash_)
         self._count += 1
         if self._old is not None:
             self._move_on()
 
-    def _put(self, row: int) -> None:
-        chunks, view, mask = self._chunks, self._view, self._mask
-        slot = self._hash(chunks.space[row], chunks.key_of(row)) >> self._shift
+    def _put(self, row: int, hash_: i64 = _GONE) -> None:
+        view, mask = self._view, self._mask
+        if hash_ < 0:
+            hash_ = self._hash(self._chunks.space[row], self._chunks.key, 32 * row)
+        slot = hash_ >> self._shift
         while view[slot]:
             slot = (slot + 1) & mask
         view[slot] = row + 1
@@ -123,10 +134,10 @@ class Index:
     def remove(self, row: int) -> None:
         """Take a row out. Pre: it is here, and its space and key still stand in it."""
         chunks = self._chunks
-        space, key = chunks.space[row], chunks.key_of(row)
-        hash_ = self._hash(space, key)
+        space = chunks.space[row]
+        hash_ = self._hash(space, chunks.key, 32 * row)
         if self._old is not None:
-            slot = self._find_old(hash_, space, key)
+            slot = self._find_old(hash_, space, chunks.key_of(row))
             if slot >= 0:
                 self._old[slot] = _GONE
         view, mask = self._view, self._mask
@@ -151,7 +162,7 @@ class Index:
                 if not entry:
                     return
                 row = entry - 1
-                home = self._hash(chunks.space[row], chunks.key_of(row)) >> shift
+                home = self._hash(chunks.space[row], chunks.key, 32 * row) >> shift
                 if (slot - home) & mask >= (slot - gap) & mask:
                     break
             view[gap] = entry

@@ -38,6 +38,9 @@ _LABELS: Final = {
 }
 _ENDS = (Outcome.NO_SPACE, Outcome.OVER_QUOTA, Outcome.DEADLINE)
 _OTHER: Final = -2  # the key is known under another identity
+# A member is looked up in its class at every mention.
+_GRANTED: Final = Outcome.GRANTED
+_ALL: Final = bytes([_GRANTED])  # what becomes of a chunk of one shard, as a rule
 
 
 class Request:
@@ -122,9 +125,10 @@ class Reserves:
                 if not results:
                     results = yield from self._shards(write, ask, i, row, refs)
                 outcomes += results
-                for end in _ENDS:
-                    if end in results:
-                        ended = end
+                if results is not _ALL:
+                    for end in _ENDS:
+                        if end in results:
+                            ended = end
                 if space.chained:
                     parent = row
                 if session.closed:
@@ -139,9 +143,10 @@ class Reserves:
                 for row in pinned:
                     store.unpin(row)
             raise
-        there = [row for row in rows if store.chunks.ready[row]]
-        if there:  # who would store it again has used it
-            store.touches.use(there[-1])
+        for row in reversed(rows):
+            if store.chunks.ready[row]:  # who would store it again has used it
+                store.touches.use(row)
+                break
         for n, row in enumerate(pinned):
             store.unpin(row)
             if n % 32 == 31 and spent(store):
@@ -196,9 +201,10 @@ class Reserves:
             return self._content_row(ask, i, key, index)
         if parent != NONE and chunks.index[parent] + 1 != index:
             return _OTHER
-        row = space.get(key)
+        hash_ = store.index.hash(space.number, key)
+        row = store.index.find(hash_, space.number, key)
         if row == NONE:
-            row = store.add_chunk(space, key, parent, index)
+            row = store.add_chunk(space, key, parent, index, hash_)
             if row == NONE:
                 return NONE
             self._describe(ask, i, row)
@@ -230,27 +236,26 @@ class Reserves:
 
     def _describe(self, ask: Request, i: int, row: int) -> None:
         store, chunks = self._store, self._store.chunks
-        chunks.print[16 * row : 16 * row + 16] = ask.fingerprints[16 * i : 16 * i + 16]
-        chunks.tokens[row] = ask.tokens[i] if ask.tokens else ask.space.spec.chunk_tokens
+        chunks.set_print(row, ask.fingerprints[16 * i : 16 * i + 16])
+        chunks.tokens[row] = ask.tokens[i] if ask.tokens else ask.space.chunk_tokens
         chunks.flags[row] = ask.flags
         chunks.born[row] = max(store.unix_ns(), 0) // SECOND_NS
         chunks.last[row] = store.now
         chunks.hits[row] = 0
         if ask.pos0 is not None:
             pos0 = ask.pos0[i]
-            if pos0 != chunks.index[row] * ask.space.spec.chunk_tokens:
+            if pos0 != chunks.index[row] * ask.space.chunk_tokens:
                 chunks.odd_pos0[row] = pos0
-            else:
-                chunks.odd_pos0.pop(row, None)
-        else:
+                return
+        if chunks.odd_pos0:
             chunks.odd_pos0.pop(row, None)
 
     def _same_content(self, ask: Request, i: int, row: int) -> bool:
         """Whether second fingerprint and shape are what the request says."""
         chunks = self._store.chunks
-        tokens = ask.tokens[i] if ask.tokens else ask.space.spec.chunk_tokens
+        tokens = ask.tokens[i] if ask.tokens else ask.space.chunk_tokens
         return (
-            chunks.print[16 * row : 16 * row + 16] == ask.fingerprints[16 * i : 16 * i + 16]
+            chunks.print_of(row) == ask.fingerprints[16 * i : 16 * i + 16]
             and chunks.tokens[row] == tokens
             and chunks.flags[row] == ask.flags
         )
@@ -258,7 +263,7 @@ class Reserves:
     def _same(self, ask: Request, i: int, row: int, parent: int) -> bool:
         """Whether parent and position are, too."""
         chunks = self._store.chunks
-        usual = chunks.index[row] * ask.space.spec.chunk_tokens
+        usual = chunks.index[row] * ask.space.chunk_tokens
         return (
             self._same_content(ask, i, row)
             and chunks.parent[row] == parent
@@ -268,20 +273,20 @@ class Reserves:
     def _at_once(self, write: Write, row: int, shard: int, refs: list[SlotRef]) -> bytes:
         """What `_shards` does for one shard, as a rule; nothing is done if that has to wait."""
         outcome = self._state(row, shard)
-        if outcome is Outcome.GRANTED:
-            got = self._free(write, shard)
-            if isinstance(got, Outcome):
-                outcome = got
-            else:
-                assert isinstance(got, int)
-                if got < 0:
+        if outcome is _GRANTED:
+            size = write.space.slot_sizes[shard]
+            refused = self._refused(write, size)
+            if refused is None:
+                record = self._evictions.free_slot(size, write.space.tenant)
+                if record < 0:
                     return b""
                 write.items.append(None)
-                item = self._writes.grant(write, len(write.items) - 1, row, shard, got)
+                item = self._writes.grant(write, len(write.items) - 1, row, shard, record)
                 if item is None:
                     return bytes([Outcome.NO_SPACE])
                 refs.append(item.ref)
-                return bytes([outcome])
+                return _ALL
+            outcome = refused
         write.items.append(None)
         return bytes([outcome])
 
@@ -325,16 +330,17 @@ class Reserves:
         return bytes(results).replace(bytes([Outcome.GRANTED]), bytes([ended]))
 
     def _slot(self, write: Write, row: int, shard: int) -> Work[object]:
-        """A slot for a shard as a record number, or why there is none. Others may come first
-        while it waits for room."""
-        got = self._free(write, shard)
-        if isinstance(got, Outcome):
-            return got
-        assert isinstance(got, int)
-        if got >= 0:
-            return got
+        """A slot for a shard as a record number (int), or why there is none (Outcome). Others may
+        come first while it waits for room. To a compiler `int | Outcome` is an int, and which of
+        both it was is lost."""
         store, session = self._store, write.session
         size, tenant = write.space.slot_sizes[shard], write.space.tenant
+        refused = self._refused(write, size)
+        if refused is not None:
+            return refused
+        record = self._evictions.free_slot(size, tenant)
+        if record >= 0:
+            return record
         record = yield from self._evictions.slot(size, tenant)
         if record < 0:
             return Outcome.OVER_QUOTA if record == OVER_MAXIMUM else Outcome.NO_SPACE
@@ -350,16 +356,14 @@ class Reserves:
         store.slabs.give(record)
         return outcome
 
-    def _free(self, write: Write, shard: int) -> object:
-        """A slot that is free already (int), or why there can be none (Outcome); NO_ROOM if one may
-        become free. To a compiler `int | Outcome` is an int, and which of both it was is lost."""
-        store, tenant = self._store, write.space.tenant
-        size = write.space.slot_sizes[shard]
-        if store.now >= write.deadline:
+    def _refused(self, write: Write, size: int) -> Outcome | None:
+        """Why a write gets no slot of that size, whatever is free."""
+        if self._store.now >= write.deadline:
             return Outcome.DEADLINE
-        if write.session.write_bytes + size > self._write_cap or self._busy(tenant, size):
+        over = write.session.write_bytes + size > self._write_cap
+        if over or self._busy(write.space.tenant, size):
             return Outcome.OVER_QUOTA
-        return self._evictions.free_slot(size, tenant)
+        return None
 
     def _busy(self, tenant: int, size: int) -> bool:
         """Whether the tenant may not have so much more in flight. One slot it always may."""
@@ -381,4 +385,4 @@ class Reserves:
             return Outcome.BUSY
         if state == col.BAD and store.chunks.leases[row]:
             return Outcome.BUSY  # somebody may still be reading what is to be replaced
-        return Outcome.GRANTED
+        return _GRANTED

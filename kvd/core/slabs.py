@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.core.columns import column
 from kvd.core.config import CoreConfig
 from kvd.core.shares import NOBODY as NO_TENANT
 from kvd.core.shares import Shares
@@ -43,6 +44,9 @@ class Slabs:
         self.draining: set[int] = set()  # no slot of these is given out
         self.owner: list[NDArray[np.int32] | None] = [None] * self.count  # slot -> cell
         self.tenant: list[NDArray[np.uint16] | None] = [None] * self.count  # slot -> whose
+        # the same two for single values: a memoryview takes a third of what an array does
+        self._owner: list[memoryview] = [memoryview(b"")] * self.count
+        self._tenant: list[memoryview] = [memoryview(b"")] * self.count
         self._free: list[array[int]] = [array("i") for _ in range(self.count)]
         self._fresh = [0] * self.count  # slots from here on were never taken
         self._capacity = [0] * self.count
@@ -65,8 +69,8 @@ class Slabs:
 
     def offset(self, record: int) -> int:
         """Bytes from the arena's start to the slot."""
-        slab, slot = divmod(record, self.records)
-        return slab * self.size + slot * self.slot_sizes[slab]
+        slab = record // self.records
+        return slab * self.size + (record - slab * self.records) * self.slot_sizes[slab]
 
     def offsets(self, records: NDArray[np.int64]) -> NDArray[np.int64]:
         slab, slot = np.divmod(records, self.records)
@@ -81,14 +85,12 @@ class Slabs:
         slab, slot = divmod(record, self.records)
         if not 0 <= slab < self.count:
             return NOBODY
-        owner = self.owner[slab]
-        return NOBODY if owner is None or slot >= len(owner) else int(owner[slot])
+        owner = self._owner[slab]
+        return NOBODY if slot >= len(owner) else owner[slot]
 
     def set_cell(self, record: int, cell: int) -> None:
-        slab, slot = divmod(record, self.records)
-        owner = self.owner[slab]
-        assert owner is not None
-        owner[slot] = cell
+        slab = record // self.records
+        self._owner[slab][record - slab * self.records] = cell
 
     # -- slabs ----------------------------------------------------------------------------------
 
@@ -146,8 +148,8 @@ class Slabs:
         self.slot_sizes[slab] = size
         self.np_slot_size[slab] = size
         self._capacity[slab] = slots
-        self.owner[slab] = np.full(slots, NOBODY, np.int32)
-        self.tenant[slab] = np.zeros(slots, np.uint16)
+        self.owner[slab], self._owner[slab] = column(slots, np.int32, NOBODY)
+        self.tenant[slab], self._tenant[slab] = column(slots, np.uint16)
         self._free[slab] = array("i")
         self._fresh[slab] = 0
         self._listed[slab] = False
@@ -216,12 +218,8 @@ class Slabs:
                     self.taken[slab] += 1
                     self.used[size] += 1
                     self.taken_bytes += size
-                    owner = self.owner[slab]
-                    assert owner is not None
-                    owner[slot] = DETACHED
-                    tenants = self.tenant[slab]
-                    assert tenants is not None
-                    tenants[slot] = tenant
+                    self._owner[slab][slot] = DETACHED
+                    self._tenant[slab][slot] = tenant
                     self._use.use[tenant] += size
                     if self._demotes:
                         self._grow(size, tenant, 1)
@@ -233,9 +231,9 @@ class Slabs:
 
     def give(self, record: int) -> None:
         """Take a slot back. Pre: it is taken."""
-        slab, slot = divmod(record, self.records)
-        owner = self.owner[slab]
-        assert owner is not None and owner[slot] != NOBODY
+        slab = record // self.records
+        slot, owner = record - slab * self.records, self._owner[slab]
+        assert owner[slot] != NOBODY
         owner[slot] = NOBODY
         self._free[slab].append(slot)
         self.taken[slab] -= 1
@@ -244,12 +242,12 @@ class Slabs:
         size = self.slot_sizes[slab]
         self.used[size] -= 1
         self.taken_bytes -= size
-        tenants = self.tenant[slab]
-        assert tenants is not None
-        self._use.use[int(tenants[slot])] -= size
+        tenant = self._tenant[slab][slot]
+        self._use.use[tenant] -= size
         if self._demotes:
-            self._grow(size, int(tenants[slot]), -1)
-        self._list(slab)
+            self._grow(size, tenant, -1)
+        if not self._listed[slab]:
+            self._list(slab)
 
     # -- whose growth needs room ----------------------------------------------------------------
 
@@ -278,10 +276,9 @@ class Slabs:
     def charge(self, record: int, tenant: int) -> None:
         """A taken slot is this tenant's from now on."""
         slab, slot = divmod(record, self.records)
-        tenants = self.tenant[slab]
-        assert tenants is not None
+        tenants = self._tenant[slab]
         size = self.slot_sizes[slab]
-        self._use.use[int(tenants[slot])] -= size
+        self._use.use[tenants[slot]] -= size
         self._use.use[tenant] += size
         tenants[slot] = tenant
 

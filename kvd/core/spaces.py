@@ -38,6 +38,7 @@ class Space:
         words = int.from_bytes(self.namespace_digest[:8]) * 3 + int.from_bytes(spec.digest[:8])
         self.salt = (words * 5 + kind) & (1 << 64) - 1
         self.chained = kind == Kind.PREFIX
+        self.chunk_tokens = spec.chunk_tokens
         self.shards = len(spec.shards)
         self.nbytes = tuple(s.nbytes for s in spec.shards)
         self.slot_sizes = tuple(slot_size(n) for n in self.nbytes)

@@ -33,9 +33,12 @@ from kvd.core.spaces import Space, Spaces
 from kvd.core.timers import Timers
 from kvd.core.touches import Touches
 from kvd.eviction.base import Policy
-from kvd.native import named
+from kvd.native import i64, named
 
 _NO_ID: Final = bytes(16)
+# A member is looked up in its class at every mention.
+_FREE: Final = State.FREE
+_WRITING: Final = State.WRITING
 STAY_WEIGHT: Final = 0.01
 
 
@@ -121,42 +124,44 @@ class Store:
 
     # -- rows -----------------------------------------------------------------------------------
 
-    def add_chunk(self, space: Space, key: bytes, parent: int, index: int) -> int:
+    def add_chunk(
+        self, space: Space, key: bytes, parent: int, index: int, hash_: i64 = NONE
+    ) -> int:
         """A new, empty row in the index and in the tree, or NONE if there is no row left. The
-        caller gives it something to live for, or calls `settle`."""
+        caller gives it something to live for, or calls `settle`. `hash_`: the index's, if it is
+        known."""
         chunks = self.chunks
         row = chunks.take()
         if row == NONE:
             return NONE
-        chunks.key[32 * row : 32 * row + 32] = key
+        chunks.set_key(row, key)
         chunks.space[row] = space.number
         chunks.index[row] = index
         chunks.child[row] = NONE
         chunks.cell[row] = NONE
-        chunks.ready[row] = chunks.writing[row] = chunks.bad[row] = 0
         chunks.leases[row] = chunks.hits[row] = chunks.flags[row] = 0
-        self.index.put(row)
+        self.index.put(row, hash_)
         self.link(row, parent)
         return row
 
     def link(self, row: int, parent: int) -> None:
         """Make a chunk, so far without parent, the first child of another (NONE: of none)."""
         chunks = self.chunks
+        first = NONE if parent == NONE else chunks.child[parent]
         chunks.parent[row] = parent
-        chunks.prev[row] = chunks.next[row] = NONE
+        chunks.prev[row] = NONE
+        chunks.next[row] = first
         if parent != NONE:
-            first = chunks.child[parent]
-            chunks.next[row] = first
             if first != NONE:
                 chunks.prev[first] = row
             chunks.child[parent] = row
-            if chunks.tally[row] & col.HERE:
+            if self.layered and chunks.tally[row] & col.HERE:
                 chunks.kids[parent] += 1
 
     def unlink(self, row: int) -> None:
         chunks = self.chunks
         parent, before, after = chunks.parent[row], chunks.prev[row], chunks.next[row]
-        if parent != NONE and chunks.tally[row] & col.HERE:
+        if self.layered and parent != NONE and chunks.tally[row] & col.HERE:
             chunks.kids[parent] -= 1
         if after != NONE:
             chunks.prev[after] = before
@@ -171,9 +176,9 @@ class Store:
     def is_empty(self, row: int) -> bool:
         """Neither bytes nor a writer: a hole, or about to go."""
         chunks = self.chunks
-        return not (
-            chunks.ready[row] or chunks.writing[row] or chunks.bad[row] or chunks.below[row]
-        )
+        if chunks.ready[row] or chunks.writing[row] or chunks.bad[row]:
+            return False
+        return not (self.layered and chunks.below[row])
 
     def resident(self, row: int) -> bool:
         return bool(self.chunks.ready[row] or self.chunks.bad[row])
@@ -260,8 +265,11 @@ class Store:
 
     def queue(self, row: int) -> int:
         """The policy's queue of a chunk."""
-        cell = self.chunks.cell[row]
-        space = self.spaces.of(self.chunks.space[row])
+        chunks = self.chunks
+        return self._queue(self.spaces.of(chunks.space[row]), chunks.cell[row])
+
+    def _queue(self, space: Space, cell: int) -> int:
+        """That of a chunk with this first cell."""
         adopted = cell != NONE and self.cells.marks[cell] & col.ADOPTED
         return space.queues[1 if adopted else 0]
 
@@ -269,7 +277,8 @@ class Store:
         """The chunk's counts have changed: put it where it belongs now. The row may be gone
         afterwards."""
         chunks = self.chunks
-        self.recount(row)
+        if self.layered:
+            self.recount(row)
         if row in self.pinned or not self.is_empty(row):
             return
         if self.layered and chunks.leases[row]:
@@ -279,15 +288,18 @@ class Store:
         if cell != NONE:
             self.cells.give(cell, space.shards)
             chunks.cell[row] = NONE
+        holes = self.holes[space.queues[0]]
         if chunks.child[row] != NONE:
-            self.holes[space.queues[0]][row] = None
+            holes[row] = None
             return
-        self.holes[space.queues[0]].pop(row, None)
+        if holes:
+            holes.pop(row, None)
         self.unlink(row)
         self.index.remove(row)
         if self.layered:
             chunks.warm[row] = 0
-        self.keeping.drop(row)
+        if self.keeping.by_row:
+            self.keeping.drop(row)
         chunks.give(row)
 
     def sweep(self, budget: int) -> int:
@@ -304,11 +316,10 @@ class Store:
         self.pinned[row] = self.pinned.get(row, 0) + 1
 
     def unpin(self, row: int) -> None:
-        left = self.pinned[row] - 1
+        left = self.pinned.pop(row) - 1
         if left:
             self.pinned[row] = left
         else:
-            del self.pinned[row]
             self.settle(row)
 
     def grow_queues(self) -> None:
@@ -324,9 +335,11 @@ class Store:
         """A first shard became ready: the chunk is resident, and the policy's business."""
         chunks = self.chunks
         space = self.spaces.of(chunks.space[row])
-        queue = self.queue(row)
-        self.holes[space.queues[0]].pop(row, None)
-        self.bad[queue].pop(row, None)
+        queue = self._queue(space, chunks.cell[row])
+        if holes := self.holes[space.queues[0]]:
+            holes.pop(row, None)
+        if bad := self.bad[queue]:
+            bad.pop(row, None)
         self.residents[queue] += 1
         self.policy.insert(
             row,
@@ -337,9 +350,8 @@ class Store:
             now=self.now,
         )
 
-    def leave(self, row: int, *, evicted: bool) -> None:
+    def leave(self, row: int, queue: int, *, evicted: bool) -> None:
         """No shard is ready any more."""
-        queue = self.queue(row)
         self.residents[queue] -= 1
         self.policy.forget(row, evicted=evicted)
 
@@ -350,7 +362,7 @@ class Store:
 
     def free_slot(self, record: int, *, earlier: bool = False) -> None:
         """The slot's generation changes now, before anybody can get it."""
-        self.out.append(named(PatchRecord, (record, State.FREE, self.generation(), None, None)))
+        self.out.append(named(PatchRecord, (record, _FREE, self.generation(), None, None)))
         if earlier and self.hold:
             self.slabs.set_cell(record, DETACHED)
             self.held.append(record)
@@ -363,19 +375,20 @@ class Store:
         be gone afterwards."""
         chunks, cells = self.chunks, self.cells
         space = self.spaces.of(chunks.space[row])
-        queue = self.queue(row)
         first = chunks.cell[row]
+        queue = self._queue(space, first)
         freed = 0
         if chunks.ready[row]:
             if evicted:
                 self.stay_ns += (self.now - chunks.last[row] - self.stay_ns) * STAY_WEIGHT
-            self.leave(row, evicted=evicted)
-        self.bad[queue].pop(row, None)
+            self.leave(row, queue, evicted=evicted)
+        if bad := self.bad[queue]:
+            bad.pop(row, None)
         for shard in range(space.shards):
-            cell = first + shard
-            if cells.state[cell] in (col.READY, col.BAD):
+            state = cells.state[first + shard]
+            if state == col.READY or state == col.BAD:
                 freed += space.nbytes[shard]
-                self.clear_cell(cell)
+                self.clear_cell(first + shard)
         chunks.ready[row] = chunks.bad[row] = 0
         if self.layered:
             self._left_dram(row, space)
@@ -404,10 +417,11 @@ class Store:
     def clear_cell(self, cell: int) -> None:
         """Free the slot of a ready or quarantined cell. Counts are the caller's."""
         cells = self.cells
-        self.free_slot(cells.record[cell], earlier=bool(cells.marks[cell] & col.EARLIER))
+        marks = cells.marks[cell]
+        self.free_slot(cells.record[cell], earlier=bool(marks & col.EARLIER))
         cells.state[cell] = col.ABSENT
         # ADOPTED stays: it names the chunk's queue until its last cell is given back
-        cells.marks[cell] &= col.ADOPTED
+        cells.marks[cell] = marks & col.ADOPTED
 
     def quarantine(self, cell: int) -> None:
         """The payload is not what its digest says: invisible from now on."""
@@ -418,17 +432,33 @@ class Store:
         chunks.ready[row] -= 1
         chunks.bad[row] += 1
         if not chunks.ready[row]:
-            self.leave(row, evicted=False)
-            self.bad[self.queue(row)][row] = None
+            queue = self.queue(row)
+            self.leave(row, queue, evicted=False)
+            self.bad[queue][row] = None
 
     def header(self, cell: int, state: State, generation: int, session: bytes) -> ChunkHeader:
         """The record of a cell's slot, as it has to stand in the table."""
+        row = self.cells.chunk[cell]
+        space = self.spaces.of(self.chunks.space[row])
+        shard = cell - self.chunks.cell[row]
+        return self._header(row, space, shard, cell, state, generation, session)
+
+    def _header(
+        self,
+        row: int,
+        space: Space,
+        shard: int,
+        cell: int,
+        state: State,
+        generation: int,
+        session: bytes,
+    ) -> ChunkHeader:
         chunks, cells = self.chunks, self.cells
-        row = cells.chunk[cell]
-        space = self.spaces.of(chunks.space[row])
-        shard = cell - chunks.cell[row]
         sealed = cells.marks[cell] & col.SEALED
         index = chunks.index[row]
+        pos0 = index * space.chunk_tokens
+        if chunks.odd_pos0:
+            pos0 = chunks.odd_pos0.get(row, pos0)
         values = (
             space.kind,
             state,
@@ -440,8 +470,8 @@ class Store:
             space.shards,
             index,
             chunks.tokens[row],
-            bytes(chunks.print[16 * row : 16 * row + 16]),
-            chunks.odd_pos0.get(row, index * space.spec.chunk_tokens),
+            chunks.print_of(row),
+            pos0,
             chunks.flags[row] | (FLAG_SEALED if sealed else 0),
             space.nbytes[shard],
             generation,
@@ -452,6 +482,20 @@ class Store:
             0,
         )
         return named(ChunkHeader, values)
+
+    def write_granted(
+        self,
+        row: int,
+        space: Space,
+        shard: int,
+        cell: int,
+        record: int,
+        generation: int,
+        session: bytes,
+    ) -> None:
+        """`write_record` for a slot that was granted just now, by who knows all about it."""
+        header = self._header(row, space, shard, cell, _WRITING, generation, session)
+        self.out.append(named(WriteRecord, (record, header)))
 
     def write_record(self, cell: int, state: State, session: bytes = _NO_ID) -> None:
         cells = self.cells

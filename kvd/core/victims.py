@@ -94,7 +94,8 @@ class Victims:
             search.failing = False
             search.passed.clear()
         everyone = self.queues(size)
-        if len(everyone) == 1 and self._simple(queue := everyone[0], search, by):
+        queue = self._only(everyone, search, by)
+        if queue >= 0:
             row = self._victim(queue, search)
             return (Found.AGAIN, NONE, "") if row == NONE else (Found.DONE, row, "capacity")
         if own:
@@ -126,14 +127,23 @@ class Victims:
             return Found.AGAIN, NONE, ""
         return Found.DONE, row, "capacity"
 
-    def _simple(self, queue: int, search: Search, by: int) -> bool:
-        """Whether, of a class with this queue alone, the next to go can only be its first
-        candidate: as a rule where there is one model and one tenant."""
-        store = self._store
-        if search.failing or store.bad[queue] or store.holes[queue]:
-            return False
-        mine = store.spaces.queue_tenants[queue] == by or not store.shares.isolate
-        return mine and search.passed.get(queue, 0) < store.residents[queue]
+    def _only(self, queues: Sequence[int], search: Search, by: int) -> int:
+        """The queue of these whose first candidate alone can be the next to go: as a rule where
+        there is one model and one tenant; else -1."""
+        store, only = self._store, -1
+        if search.failing:
+            return -1
+        for queue in queues:
+            if store.bad[queue] or store.holes[queue]:
+                return -1
+            if store.residents[queue]:
+                if only >= 0:
+                    return -1
+                only = queue
+        if only < 0 or (search.passed and search.passed.get(only, 0) >= store.residents[only]):
+            return -1
+        mine = not store.shares.isolate or store.spaces.queue_tenants[only] == by
+        return only if mine else -1
 
     def _left(self, queue: int, search: Search) -> bool:
         """Whether a queue has candidates that were not passed over."""
@@ -158,10 +168,11 @@ class Victims:
         store = self._store
         if search.failing:
             return self._scan(queue, search)
-        policy, skipped = store.policy, list[int]()
+        policy = store.policy
         row = policy.first(queue, store.now)
         if row != NONE and not store.keeping.by_row and self.legal(row):
             return row  # as a rule
+        skipped: list[int] = []
         for row in policy.leaves(queue, store.now):  # above what stays, nothing may go
             if self.legal(row):
                 if not search.sparing or not store.keeping.spared(row, store.now):

@@ -18,15 +18,12 @@ from kvd.core import columns as col
 from kvd.core.actions import OutcomesResult, PatchRecord
 from kvd.core.columns import NONE
 from kvd.core.config import SECOND_NS
-from kvd.core.counters import Counts
 from kvd.core.jobs import Pause, Work, spent
 from kvd.core.sessions import Session
 from kvd.core.slabs import DETACHED
 from kvd.core.spaces import Space
 from kvd.core.store import Store
 from kvd.native import named, plain_members
-
-_COMMITTED: Final = {Outcome.OK: "ok", Outcome.EVICTED: "evicted", Outcome.EXPIRED: "expired"}
 
 
 @plain_members
@@ -35,6 +32,14 @@ class Phase(Enum):
     EVICTED = auto()  # an evict named it: its key is free, its slot still the writer's
     CONDEMNED = auto()
     DONE = auto()
+
+
+# A member is looked up in its class at every mention.
+_OPEN: Final = Phase.OPEN
+_DONE: Final = Phase.DONE
+_READY: Final = State.READY
+_OK: Final = Outcome.OK
+_COMMITTED: Final = ((_OK, "ok"), (Outcome.EVICTED, "evicted"), (Outcome.EXPIRED, "expired"))
 
 
 class Item:
@@ -47,7 +52,16 @@ class Item:
         self.record = ref.record
         self.size = size
         self.ref = ref
-        self.phase = Phase.OPEN
+        self.phase = _OPEN
+
+
+class Stored:
+    """What a commit has made readable since that was counted last."""
+
+    __slots__ = ("chunks", "nbytes", "sealed")
+
+    def __init__(self) -> None:
+        self.chunks = self.nbytes = self.sealed = 0
 
 
 class Condemned(NamedTuple):
@@ -89,23 +103,26 @@ class Writes:
         and the slot is free again, if there is no row left for the chunk's cells."""
         store, space, session = self._store, write.space, write.session
         chunks, cells = store.chunks, store.cells
-        if chunks.cell[row] == NONE:
+        first = chunks.cell[row]
+        if first == NONE:
             first = cells.take(space.shards, row)
             if first == NONE:
                 store.slabs.give(record)
                 return None
             chunks.cell[row] = first
-        cell = chunks.cell[row] + shard
+        cell = first + shard
         if cells.state[cell] == col.BAD:
             self._replace_bad(row, cell, shard)
         size = space.slot_sizes[shard]
+        generation = store.generation()
         cells.state[cell] = col.WRITING
         cells.marks[cell] &= col.ADOPTED
         cells.record[cell] = record
-        cells.generation[cell] = store.generation()
+        cells.generation[cell] = generation
         store.slabs.set_cell(record, cell)
         chunks.writing[row] += 1
-        store.holes[space.queues[0]].pop(row, None)
+        if holes := store.holes[space.queues[0]]:
+            holes.pop(row, None)
         session.write_bytes += size
         store.writing_bytes += size
         store.shares.writing[space.tenant] += size
@@ -115,11 +132,12 @@ class Writes:
         write.open += 1
         config = store.config
         offset, nbytes = store.slabs.offset(record), space.nbytes[shard]
-        ref = named(SlotRef, (config.arena, record, offset, nbytes, cells.generation[cell]))
+        ref = named(SlotRef, (config.arena, record, offset, nbytes, generation))
         item = write.items[place] = Item(cell, size, ref)
         self._writer[cell] = (write, item)
-        store.recount(row)
-        store.write_record(cell, State.WRITING, session.public_id)
+        if store.layered:
+            store.recount(row)
+        store.write_granted(row, space, shard, cell, record, generation, session.public_id)
         return item
 
     def _replace_bad(self, row: int, cell: int, shard: int) -> None:
@@ -157,37 +175,64 @@ class Writes:
     ) -> Work[OutcomesResult]:
         """Make items readable. What an evict named or the clock overtook is told so."""
         store = self._store
-        counts = store.counters.tenant(write.space.namespace)
         outcomes = bytearray()
+        stored = Stored()
+        told = 0  # outcomes that were counted
         last = NONE
-        for n, i in enumerate(items):
-            item = write.items[i]
-            outcome = Outcome.FAILED
-            if item is not None and item.phase is Phase.OPEN:
-                if store.now >= write.deadline:
-                    self._condemn(write, item, "expired")
-                else:
+        try:
+            for n, i in enumerate(items):
+                item = write.items[i]
+                if item is None:
+                    outcome = Outcome.FAILED
+                elif item.phase is _OPEN and store.now < write.deadline:
                     digest = None if digests is None else digests[16 * n : 16 * n + 16]
-                    last = self._finish(write, item, digest, counts)
-                    outcome = Outcome.OK
-            if item is not None and outcome is Outcome.FAILED:
-                # too late, but by its commit the writer says that it has stopped
-                if item.phase is Phase.CONDEMNED:
-                    self._reclaim(write.session.public_id, item.record, "committed")
-                    outcome = Outcome.EXPIRED
-                elif item.phase is Phase.EVICTED:
-                    self._give_back(write, item)
-                    outcome = Outcome.EVICTED
-            outcomes.append(outcome)
-            counts["shards_committed", _COMMITTED.get(outcome, "failed")] += 1
-            if spent(store):
-                yield Pause.SLICE
+                    last = self._finish(write, item, digest, stored)
+                    outcome = _OK
+                else:
+                    outcome = self._too_late(write, item)
+                outcomes.append(outcome)
+                if spent(store):
+                    self._count(write.space, outcomes[told:], stored)
+                    told = len(outcomes)
+                    yield Pause.SLICE
+        finally:
+            self._count(write.space, outcomes[told:], stored)
         if last != NONE and store.chunks.ready[last]:
             store.touches.use(last)
         self.drop_if_done(write)
         return OutcomesResult(bytes(outcomes))
 
-    def _finish(self, write: Write, item: Item, digest: bytes | None, counts: Counts) -> int:
+    def _too_late(self, write: Write, item: Item) -> Outcome:
+        """By its commit the writer says all the same that it has stopped."""
+        if item.phase is _OPEN:
+            self._condemn(write, item, "expired")
+        if item.phase is Phase.CONDEMNED:
+            self._reclaim(write.session.public_id, item.record, "committed")
+            return Outcome.EXPIRED
+        if item.phase is Phase.EVICTED:
+            self._give_back(write, item)
+            return Outcome.EVICTED
+        return Outcome.FAILED
+
+    def _count(self, space: Space, outcomes: bytearray, stored: Stored) -> None:
+        """Once a slice: to count each shard takes longer than to make it readable."""
+        counts = self._store.counters.tenant(space.namespace)
+        failed = len(outcomes)
+        for outcome, label in _COMMITTED:
+            if count := outcomes.count(outcome):
+                counts["shards_committed", label] += count
+                failed -= count
+        if failed:
+            counts["shards_committed", "failed"] += failed
+        if stored.chunks:
+            counts["chunks_stored", ""] += stored.chunks
+        if stored.nbytes:
+            counts["bytes_stored", ""] += stored.nbytes
+        if stored.sealed:
+            self._store.counters.own["shards_sealed", "client"] += stored.sealed
+        stored.chunks = stored.nbytes = stored.sealed = 0
+
+    def _finish(self, write: Write, item: Item, digest: bytes | None, stored: Stored) -> int:
         """The shard becomes ready; its chunk's row."""
         store, space = self._store, write.space
         chunks, cells = store.chunks, store.cells
@@ -200,24 +245,26 @@ class Writes:
             cells.set_digest(cell, digest)
             cells.marks[cell] |= col.SEALED
             flags = chunks.flags[row] | FLAG_SEALED
-            store.counters.own["shards_sealed", "client"] += 1
+            stored.sealed += 1
             if store.layered:
                 store.sealed.append(cell)
         elif store.config.seals_in_flight:
             store.unsealed.append(cell)
-        store.out.append(named(PatchRecord, (item.record, State.READY, None, flags, digest)))
+        store.out.append(named(PatchRecord, (item.record, _READY, None, flags, digest)))
         chunks.writing[row] -= 1
-        if not store.resident(row):
+        ready = chunks.ready[row]
+        if not (ready or chunks.bad[row]):
             space.chunks += 1
-            counts["chunks_stored", ""] += 1
-        chunks.ready[row] += 1
+            stored.chunks += 1
+        chunks.ready[row] = ready + 1
         chunks.last[row] = store.now
         size = space.nbytes[cell - chunks.cell[row]]
         space.bytes += size
-        counts["bytes_stored", ""] += size
-        if chunks.ready[row] == 1:
+        stored.nbytes += size
+        if not ready:
             store.enter(row)
-        store.recount(row)
+        if store.layered:
+            store.recount(row)
         return row
 
     def abort(self, write: Write, items: Sequence[int]) -> Work[OutcomesResult]:
@@ -367,7 +414,7 @@ class Writes:
         self._done(write, item)
 
     def _done(self, write: Write, item: Item) -> None:
-        item.phase = Phase.DONE
+        item.phase = _DONE
         write.open -= 1
 
     def drop_if_done(self, write: Write) -> None:

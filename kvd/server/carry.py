@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvd.chunk import State, payload_digest
 from kvd.core import CoreFault
@@ -38,15 +38,18 @@ _FORERUN = 8  # keys of a lookup that takes so long that its first read is begun
 _SEAL_BYTES = 32 << 20  # hashed in one go, so that a store that comes waits some ms at most
 _SEALS = 32
 _RECORDS = (ac.AssignSlab, ac.WriteRecord, ac.PatchRecord)
+_PATCH: Final = ac.PatchRecord  # most actions are one of these two
+_WRITE: Final = ac.WriteRecord
+_FREE: Final = State.FREE
 
 
 def _freed(action: Any, then: Any) -> bool:
     """Whether an action frees a slot whose record is written anew right after it."""
     return (
-        type(then) is ac.WriteRecord
-        and type(action) is ac.PatchRecord
+        type(then) is _WRITE
+        and type(action) is _PATCH
         and action.record == then.record
-        and action.state is State.FREE
+        and action.state is _FREE
     )
 
 
@@ -77,7 +80,6 @@ class Carrier:
         self._carry: dict[type, Callable[[Any], None]] = {
             ac.Reply: self._reply,
             ac.Fail: self._fail,
-            ac.WriteRecord: self._write_record,
             ac.AssignSlab: self._assign_slab,
             ac.LeaseHorizon: self._lease_horizon,
             ac.Seal: self._start_seal,
@@ -151,10 +153,12 @@ class Carrier:
         for n, action in enumerate(actions):
             kind = type(action)
             try:
-                if kind is ac.PatchRecord:  # most are
+                if kind is _PATCH:
                     if n == last or not _freed(action, actions[n + 1]):
-                        self._arena.patch_record(*action)
+                        self._patch_record(action)
                     # else the next one replaces all of the record, or goes wrong
+                elif kind is _WRITE:
+                    self._arena.write_record(action.record, action.header)
                 elif broken is not None and kind is ac.Reply:
                     self._give_up(action.request, broken)
                 else:
@@ -183,8 +187,11 @@ class Carrier:
 
     # -- records --------------------------------------------------------------------------------
 
-    def _write_record(self, action: ac.WriteRecord) -> None:
-        self._arena.write_record(action.record, action.header)
+    def _patch_record(self, action: ac.PatchRecord) -> None:
+        # all fields in order; compiled, a star would make a list of them, and a tuple of that
+        fields: tuple[Any, Any, Any, Any, Any] = action
+        record, state, generation, flags, digest = fields
+        self._arena.patch_record(record, state, generation, flags, digest)
 
     def _assign_slab(self, action: ac.AssignSlab) -> None:
         self._arena.assign_slab(action.slab, action.slot_size)
@@ -203,7 +210,7 @@ class Carrier:
     def _free_after_all(self, action: ac.PatchRecord) -> None:
         """What was to replace this record could not be written: it must not stay as it was."""
         try:
-            self._arena.patch_record(*action)
+            self._patch_record(action)
         except Exception:  # the actions behind it still go
             log.exception("action failed: PatchRecord")
             self._counters.reason("faults", "action")

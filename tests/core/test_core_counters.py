@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from world import KIB, Client, O, S, World, chain, key, spec
 
+from kvd.chunk import State
+from kvd.core import CoreFault
 from kvd.core import actions as ac
 from kvd.core import events as ev
 from kvd.core.counters import Counters
@@ -224,6 +226,54 @@ def test_a_reading_is_of_its_moment_whatever_comes_after() -> None:
     del told["reuse"]
     assert shown(reading) == told
     assert shown(world.core.reading()) != told
+
+
+def test_a_commit_is_counted_slice_by_slice() -> None:
+    """K134: at every pause of a long one the counts are those of what can be read by then."""
+    world = World(write_share=1.0)
+    client = world.open()
+    client.register(ONE)
+    write = client.reserve(ONE, chain("p", 80))
+    client.fill(write.refs)
+    client.commit(write.write, [7])
+    digests = bytes(16 * 80)
+    world.handle(ev.Commit(client.number, 900, write.write, None, digests))
+    seen = []
+    while True:
+        done = len(world.in_state(State.READY))
+        assert world.tier["chunks"] == world.counter("chunks_stored") == done
+        assert world.counter("bytes_stored") == done * ONE.shards[0].nbytes
+        assert world.counter("shards_sealed", "client") == done - 1
+        seen.append(done)
+        if 900 in world.replies:
+            break
+        world.handle(ev.Tick())
+    assert len(seen) > 2 and seen[0] < seen[1] < seen[-1] == 80
+    assert world.counter("shards_committed", "ok") == 80
+    assert world.counter("shards_committed", "failed") == 1  # the one that was there already
+
+
+@pytest.mark.inside
+def test_a_commit_that_meets_a_fault_counts_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    client = world.open()
+    client.register(ONE)
+    write = client.reserve(ONE, chain("p", 5))
+    client.fill(write.refs)
+    store = world.core._store
+    enter, left = store.enter, [3]
+
+    def failing(row: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("as a test wants it")
+        enter(row)
+
+    monkeypatch.setattr(store, "enter", failing)
+    with pytest.raises(CoreFault):
+        world.core.handle(ev.Commit(client.number, 900, write.write, None, None), world.now)
+    assert world.counter("shards_committed", "ok") == 3
+    assert world.counter("chunks_stored") == world.tier["chunks"]
 
 
 def test_what_is_not_declared_cannot_be_counted() -> None:

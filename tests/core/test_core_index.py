@@ -91,10 +91,10 @@ def test_one_change_moves_a_few_entries_only() -> None:
     real = book.index._put
     count = 0
 
-    def counted(row: int) -> None:
+    def counted(row: int, *hash_: int) -> None:
         nonlocal count
         count += 1
-        real(row)
+        real(row, *hash_)
 
     book.index._put = counted  # type: ignore[method-assign]
     for n in range(12_000):

@@ -165,3 +165,34 @@ def test_tenants_teach_nothing_false_to_each_other() -> None:
     place = bin_of(20 * S)
     again = [policy._odds.table[policy._row(queue * 8 + 2)][place] for queue in (0, 1)]
     assert again[0] > again[1] + 0.2
+
+
+class EveryGroup(Reuse):
+    """Reads all of its tables, also those in which nothing can stand."""
+
+    def _groups(self) -> list[int]:
+        return list(range(16))
+
+
+@pytest.mark.parametrize("queues", [1, 3, 18])
+def test_odds_are_those_of_all_groups_however_few_are_read(queues: int) -> None:
+    """Before a restart and after it, when what an earlier life learned stands apart."""
+    earlier = Reuse(prior=10.0)
+    popular_among_scans(earlier)
+    tables = []
+    for kind in (Reuse, EveryGroup):
+        policy = kind(prior=10.0)
+        for life in range(2):
+            for n in range(40 * queues):
+                insert(policy, n, (life * 10_000 + n) * S, queue=n % queues)
+                if n % 3 == 0:
+                    policy.touch([n // 2], (life * 10_000 + n) * S + S // 2)
+            for n in range(0, 40 * queues, 5):
+                policy.forget(n, evicted=n % 2 == 0)
+            policy._refresh(policy._time)
+            tables.append(policy._odds.table)
+            state, ghosts = earlier.snapshot(), earlier.ghosts(0, 10_000)
+            assert ghosts is not None and len(ghosts[0])
+            policy = kind(prior=10.0)
+            policy.restore(state, ghosts, 10_000 * S)
+    assert tables[0] == tables[2] and tables[1] == tables[3] and tables[0] != tables[1]

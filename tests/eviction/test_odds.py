@@ -138,3 +138,20 @@ def test_of_many_groups_each_has_its_turn() -> None:
         odds.refresh(np.zeros((11, BINS)), 300.0 * S)
     likely = [odds.table[group][bin_of(30 * S)] for group in range(11)]
     assert likely == pytest.approx([group / 10 for group in range(11)])
+
+
+def test_groups_of_which_nothing_is_known_can_be_left_out() -> None:
+    rng = random.Random(8)
+    whole, part = (Odds(2, prior=3.0, groups=7) for _ in range(2))
+    living = np.zeros((14, BINS))
+    for _ in range(400):
+        row, place = rng.choice((2, 3, 6, 7, 12, 13)), rng.randrange(BINS)  # of groups 1, 3 and 6
+        for odds in (whole, part):
+            odds.hits[row][place] += 0.7
+            odds.ends[row][-1 - place] += 0.3
+        living[row][place] += 1.0
+    for _ in range(2):
+        whole.refresh(living, 60.0 * S)
+        part.refresh(living[[2, 3, 6, 7, 12, 13]], 60.0 * S, [1, 3, 6])
+        assert part.table == whole.table
+    assert part.table[2:4] != part.table[6:8] != part.table[0:2]
