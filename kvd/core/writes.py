@@ -137,7 +137,8 @@ class Writes:
         self._writer[cell] = (write, item)
         if store.layered:
             store.recount(row)
-        store.write_granted(row, space, shard, cell, record, generation, session.public_id)
+        who = session.public_id
+        store.out.append(store.headers.granted(row, space, shard, cell, record, generation, who))
         return item
 
     def _replace_bad(self, row: int, cell: int, shard: int) -> None:
