@@ -15,6 +15,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.chunk import NO_PARENT
+
 NONE: Final = -1
 _KEY: Final = Struct("32s")  # takes half the time of a slice of a view
 _DIGEST: Final = Struct("16s")
@@ -94,6 +96,13 @@ class Chunks:
         """The 32-byte hash of a row."""
         key: bytes = _KEY.unpack_from(self.key, 32 * row)[0]
         return key
+
+    def parent_key_of(self, row: int) -> bytes:
+        """That of its parent, or NO_PARENT."""
+        parent = self.parent[row]
+        if parent == NONE:
+            return NO_PARENT
+        return self.key_of(parent)
 
     def print_of(self, row: int) -> bytes:
         """Its 16-byte fingerprint."""

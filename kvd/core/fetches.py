@@ -340,7 +340,7 @@ class Fetches:
         row = store.cells.chunk[cell]
         space = store.spaces.of(chunks.space[row])
         shard = cell - chunks.cell[row]
-        known = store.header(cell, State.READY, 0, bytes(16))
+        known = store.headers.of(cell, State.READY, 0)
         return (
             header.fingerprint == known.fingerprint
             and header.shard == shard
@@ -379,7 +379,7 @@ class Fetches:
             space.chunks += 1
         chunks.ready[row] += 1
         space.bytes += space.nbytes[cell - chunks.cell[row]]
-        store.write_record(cell, State.READY)
+        store.out.append(store.headers.written(cell, State.READY))
         if chunks.ready[row] == 1:
             store.enter(row)
         if fetch.transient and (not resident or row in store.transients):

@@ -292,7 +292,7 @@ class Listing:
             "spec": space.digest.hex(),
             "kind": Kind(space.kind).name.lower(),
             "hash": chunks.key_of(row).hex(),
-            "parent": store.parent_hash(row).hex(),
+            "parent": chunks.parent_key_of(row).hex(),
             "index": chunks.index[row],
             "tokens": chunks.tokens[row],
             "bytes": self._bytes(row),

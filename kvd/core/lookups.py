@@ -185,7 +185,7 @@ class Lookups:
         """A chunk may continue one of the other namespace: then its parent is there, too."""
         store = self._store
         for n in np.flatnonzero(good & ~there).tolist():
-            above = store.parent_hash(int(rows[n]))
+            above = store.chunks.parent_key_of(int(rows[n]))
             if n:
                 there[n] = good[n - 1] and hashes[32 * (n - 1) : 32 * n] == above
             else:

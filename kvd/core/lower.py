@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 ABSENT: Final = 0
 READY: Final = 1
-_NO_ID: Final = bytes(16)
 
 
 class Lower:
@@ -200,7 +199,7 @@ class Ladder:
         cell = store.chunks.cell[row] + shard
         if lower.state[cell] != READY or not store.cells.marks[cell] & col.SEALED:
             return None
-        return store.header(cell, State.READY, 0, _NO_ID)
+        return store.headers.of(cell, State.READY, 0)
 
     def put(self, lower: Lower, cell: int, at: int, generation: int) -> None:
         """A shard lies in a tier from now on."""

@@ -7,7 +7,6 @@ it by weight. A write that a tier will not take any more is given back, never fo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 from kvd.chunk import State
 from kvd.core.actions import TierWrite
@@ -15,8 +14,6 @@ from kvd.core.events import TierAnswer
 from kvd.core.lower import Lower
 from kvd.core.store import Store
 from kvd.fair import FairQueue
-
-_NO_ID: Final = bytes(16)
 
 
 class Move:
@@ -94,7 +91,7 @@ class Outbox:
                 nbytes = space.nbytes[cell - chunks.cell[move.row]]
                 within = lower.config.write_ns
                 number = store.ladder.begin("write", lower, cell, within, move)
-                header = store.header(cell, State.READY, cells.generation[cell], _NO_ID)
+                header = store.headers.of(cell, State.READY, cells.generation[cell])
                 offset = store.slabs.offset(cells.record[cell])
                 store.out.append(
                     TierWrite(number, lower.number, header, offset, nbytes, store.now + within)

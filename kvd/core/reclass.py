@@ -382,7 +382,7 @@ class Reclass:
             if cells.marks[cell] & col.SEALING:  # the old place is being sealed, in vain
                 cells.marks[cell] &= ~col.SEALING & 0xFF
                 store.unsealed.append(cell)
-            store.write_record(cell, State.READY)
+            store.out.append(store.headers.written(cell, State.READY))
             store.free_slot(move.source)
             store.counters.own["slots_moved", "done"] += 1
         else:

@@ -262,7 +262,7 @@ class Recovery:
         if store.is_empty(row):
             if space.chained and chunks.index[row] != index:
                 return False
-            known = store.parent_hash(row)
+            known = chunks.parent_key_of(row)
             if space.chained and parent != known:
                 if any(known) or not any(parent):
                     return False
@@ -282,7 +282,7 @@ class Recovery:
             and (
                 not space.chained
                 or (
-                    parent == store.parent_hash(row)
+                    parent == chunks.parent_key_of(row)
                     and index == chunks.index[row]
                     and int(record["pos0"]) == chunks.odd_pos0.get(row, usual)
                 )

@@ -23,7 +23,8 @@ from kvd.core.jobs import Pause, Work, spent
 from kvd.core.sessions import Session
 from kvd.core.spaces import Space
 from kvd.core.store import Store
-from kvd.core.writes import Write, Writes
+from kvd.core.write import Write
+from kvd.core.writes import Writes
 
 _LABELS: Final = {
     Outcome.GRANTED: "granted",

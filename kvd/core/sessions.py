@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from kvd.core.leases import Lease
-    from kvd.core.writes import Write
+    from kvd.core.write import Write
 
 
 class Session:

@@ -17,7 +17,8 @@ from kvd.core.leases import Leases
 from kvd.core.lower import Lower
 from kvd.core.store import Store
 from kvd.core.tenantrows import Slices, Sums, TenantTable, Use
-from kvd.core.writes import Phase, Writes
+from kvd.core.write import Phase
+from kvd.core.writes import Writes
 from kvd.telemetry.tenants import OTHER, told_apart
 
 __all__ = ["Reading", "known", "read", "rows", "shown", "work_out"]

@@ -15,14 +15,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.chunk import NO_PARENT, ChunkHeader, State
-from kvd.chunk.header import FLAG_SEALED
+from kvd.chunk import State
 from kvd.core import columns as col
-from kvd.core.actions import Action, PatchRecord, PolicyFailed, WriteRecord
+from kvd.core.actions import Action, PatchRecord, PolicyFailed
 from kvd.core.advice import Advice
 from kvd.core.columns import NONE, Cells, Chunks
-from kvd.core.config import SECOND_NS, CoreConfig
+from kvd.core.config import CoreConfig
 from kvd.core.counters import Counters
+from kvd.core.headers import Headers
 from kvd.core.index import Index
 from kvd.core.keeping import Keeping
 from kvd.core.lower import Ladder
@@ -35,10 +35,7 @@ from kvd.core.touches import Touches
 from kvd.eviction.base import Policy
 from kvd.native import i64, named
 
-_NO_ID: Final = bytes(16)
-# A member is looked up in its class at every mention.
-_FREE: Final = State.FREE
-_WRITING: Final = State.WRITING
+_FREE: Final = State.FREE  # a member is looked up in its class at every mention
 STAY_WEIGHT: Final = 0.01
 
 
@@ -59,6 +56,7 @@ class Store:
         self.slabs = Slabs(config, self.shares)
         self.index = Index(self.chunks, config.seed)
         self.spaces = Spaces(self.index, self.shares)
+        self.headers = Headers(config, self.chunks, self.cells, self.spaces)
         self.sessions = Sessions()
         self.counters = Counters()
         self.timers = Timers()
@@ -182,12 +180,6 @@ class Store:
 
     def resident(self, row: int) -> bool:
         return bool(self.chunks.ready[row] or self.chunks.bad[row])
-
-    def parent_hash(self, row: int) -> bytes:
-        parent = self.chunks.parent[row]
-        if parent == NONE:
-            return NO_PARENT
-        return self.chunks.key_of(parent)
 
     def orphan(self, row: int) -> bool:
         """Its parent is absent, or not ready yet."""
@@ -435,72 +427,6 @@ class Store:
             queue = self.queue(row)
             self.leave(row, queue, evicted=False)
             self.bad[queue][row] = None
-
-    def header(self, cell: int, state: State, generation: int, session: bytes) -> ChunkHeader:
-        """The record of a cell's slot, as it has to stand in the table."""
-        row = self.cells.chunk[cell]
-        space = self.spaces.of(self.chunks.space[row])
-        shard = cell - self.chunks.cell[row]
-        return self._header(row, space, shard, cell, state, generation, session)
-
-    def _header(
-        self,
-        row: int,
-        space: Space,
-        shard: int,
-        cell: int,
-        state: State,
-        generation: int,
-        session: bytes,
-    ) -> ChunkHeader:
-        chunks, cells = self.chunks, self.cells
-        sealed = cells.marks[cell] & col.SEALED
-        index = chunks.index[row]
-        pos0 = index * space.chunk_tokens
-        if chunks.odd_pos0:
-            pos0 = chunks.odd_pos0.get(row, pos0)
-        values = (
-            space.kind,
-            state,
-            space.namespace_digest,
-            space.digest,
-            chunks.key_of(row),
-            self.parent_hash(row),
-            shard,
-            space.shards,
-            index,
-            chunks.tokens[row],
-            chunks.print_of(row),
-            pos0,
-            chunks.flags[row] | (FLAG_SEALED if sealed else 0),
-            space.nbytes[shard],
-            generation,
-            self.config.epoch,
-            session,
-            chunks.born[row] * SECOND_NS,
-            cells.digest_of(cell) if sealed else _NO_ID,
-            0,
-        )
-        return named(ChunkHeader, values)
-
-    def write_granted(
-        self,
-        row: int,
-        space: Space,
-        shard: int,
-        cell: int,
-        record: int,
-        generation: int,
-        session: bytes,
-    ) -> None:
-        """`write_record` for a slot that was granted just now, by who knows all about it."""
-        header = self._header(row, space, shard, cell, _WRITING, generation, session)
-        self.out.append(named(WriteRecord, (record, header)))
-
-    def write_record(self, cell: int, state: State, session: bytes = _NO_ID) -> None:
-        cells = self.cells
-        header = self.header(cell, state, cells.generation[cell], session)
-        self.out.append(named(WriteRecord, (cells.record[cell], header)))
 
     def ghost(self, row: int) -> int:
         """64 bits that stand for a chunk in a policy's memory of what it evicted."""

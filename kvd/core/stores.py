@@ -14,7 +14,8 @@ from kvd.core.checks import Checks
 from kvd.core.reserves import Reserves
 from kvd.core.reuses import Reuses
 from kvd.core.store import Store
-from kvd.core.writes import Write, Writes
+from kvd.core.write import Write
+from kvd.core.writes import Writes
 from kvd.errors import Busy, UnknownHandle
 
 _RETRY_S: Final = 0.02  # a write takes about so long to be committed

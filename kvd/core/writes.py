@@ -9,8 +9,7 @@ is the writer's word that it has stopped, also one that comes too late.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvd.chunk import Outcome, SlotRef, State
 from kvd.chunk.header import FLAG_SEALED
@@ -23,16 +22,8 @@ from kvd.core.sessions import Session
 from kvd.core.slabs import DETACHED
 from kvd.core.spaces import Space
 from kvd.core.store import Store
-from kvd.native import named, plain_members
-
-
-@plain_members
-class Phase(Enum):
-    OPEN = auto()
-    EVICTED = auto()  # an evict named it: its key is free, its slot still the writer's
-    CONDEMNED = auto()
-    DONE = auto()
-
+from kvd.core.write import Condemned, Item, Phase, Stored, Write
+from kvd.native import named
 
 # A member is looked up in its class at every mention.
 _OPEN: Final = Phase.OPEN
@@ -40,51 +31,6 @@ _DONE: Final = Phase.DONE
 _READY: Final = State.READY
 _OK: Final = Outcome.OK
 _COMMITTED: Final = ((_OK, "ok"), (Outcome.EVICTED, "evicted"), (Outcome.EXPIRED, "expired"))
-
-
-class Item:
-    """One granted slot."""
-
-    __slots__ = ("cell", "phase", "record", "ref", "size")
-
-    def __init__(self, cell: int, size: int, ref: SlotRef) -> None:
-        self.cell = cell  # its shard's, while OPEN
-        self.record = ref.record
-        self.size = size
-        self.ref = ref
-        self.phase = _OPEN
-
-
-class Stored:
-    """What a commit has made readable since that was counted last."""
-
-    __slots__ = ("chunks", "nbytes", "sealed")
-
-    def __init__(self) -> None:
-        self.chunks = self.nbytes = self.sealed = 0
-
-
-class Condemned(NamedTuple):
-    """A slot whose writer may still be copying; of an earlier life if `item` is None."""
-
-    size: int
-    write: Write | None
-    item: Item | None
-
-
-class Write:
-    """What one reserve granted. `items` by result number; None where nothing was granted."""
-
-    def __init__(self, number: int, session: Session, space: Space, deadline: int) -> None:
-        self.number = number
-        self.session = session
-        self.space = space
-        self.deadline = deadline
-        self.items: list[Item | None] = []
-        self.open = 0  # items that are not done
-
-    def granted(self) -> list[int]:
-        return [i for i, item in enumerate(self.items) if item is not None]
 
 
 class Writes:
@@ -137,7 +83,8 @@ class Writes:
         self._writer[cell] = (write, item)
         if store.layered:
             store.recount(row)
-        store.write_granted(row, space, shard, cell, record, generation, session.public_id)
+        who = session.public_id
+        store.out.append(store.headers.granted(row, space, shard, cell, record, generation, who))
         return item
 
     def _replace_bad(self, row: int, cell: int, shard: int) -> None:
