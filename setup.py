@@ -30,7 +30,8 @@ ALSO = {
         "memory", "store", "stream",
     ),
     "kvd/server": (
-        "carry", "counters", "dispatch", "ladder", "limiter", "replies", "requests", "respond",
+        "carry", "counters", "dispatch", "holding", "ladder", "limiter", "loop", "replies",
+        "requests", "respond",
     ),
     "kvd/tiers": (
         "breaker", "crew", "crossing", "health", "meter", "nvme/slabs", "pieces", "pool", "quiet",
