@@ -65,7 +65,6 @@ QUICK = frozenset(
 )
 QUICK_BYTES = 512
 DONTWAIT = int(zmq.DONTWAIT)
-POLLIN = int(zmq.POLLIN)
 BATCH = 64  # messages of one socket in one turn of the loop; their replies go out together
 BATCH_NS = 1_000_000
 MAX_TRACED = 4096  # clients without shared memory whose connection is looked up
@@ -187,17 +186,13 @@ class Dispatcher:
         end = time.monotonic_ns() + BATCH_NS
         self._responder.hold()
         try:
-            for n in range(BATCH):
+            for _ in range(BATCH):
                 try:
                     message = receive(socket, tcp=tcp, traced=self._traced)
                 except zmq.Again:
                     return
                 self.take(Route(socket, message.identity), message, tcp=tcp)
                 if time.monotonic_ns() > end:
-                    return
-                # Often one comes alone. To ask whether takes less than half as long as an error
-                # that says so; where more come, there is nothing to ask.
-                if not n and not int(socket.getsockopt(zmq.EVENTS)) & POLLIN:
                     return
         finally:
             self._responder.flush()
