@@ -30,7 +30,6 @@ from kvd.chunk.header import (
     ChunkHeader,
     HeaderFlag,
     State,
-    patch_check,
     verify_table,
 )
 from kvd.chunk.key import (
@@ -78,7 +77,6 @@ __all__ = [
     "list_refs",
     "namespace_digest",
     "pack_refs",
-    "patch_check",
     "payload_digest",
     "root_digest",
     "token_bytes",

@@ -261,8 +261,3 @@ def verify_table(table: NDArray[np.void]) -> NDArray[np.bool_]:
         pairs = _CHECKED.iter_unpack(np.ascontiguousarray(picked).view(np.uint8).data)
         holds[part] = np.fromiter((digest(b) == c for b, c in pairs), np.bool_, part.size)
     return holds
-
-
-def patch_check(record: bytearray | memoryview) -> None:
-    """Recompute the check sum of a record (512 writable bytes) after a change of fields."""
-    _CHECK.pack_into(record, CHECK_AT, check_of(record[:CHECK_AT]))

@@ -17,9 +17,9 @@ from kvd.chunk import (
     ChunkHeader,
     Kind,
     State,
-    patch_check,
     verify_table,
 )
+from kvd.chunk.header import CHECK_AT, check_of
 
 RAW = HEADER.pack()
 
@@ -79,7 +79,7 @@ def test_a_record_torn_at_any_place_is_no_record() -> None:
 
 
 def _signed(raw: bytearray) -> bytes:
-    patch_check(raw)
+    raw[CHECK_AT:] = check_of(raw[:CHECK_AT]).to_bytes(8, "little")
     return bytes(raw)
 
 

@@ -18,7 +18,8 @@ import pytest
 from nvme_kit import MIB, disk, du, rig, script
 from tiers_kit import Chunk, Rig
 
-from kvd.chunk import RECORD_DTYPE, patch_check
+from kvd.chunk import RECORD_DTYPE
+from kvd.chunk.header import CHECK_AT, check_of
 from kvd.errors import ConfigError
 from kvd.tiers.base import Answer, Key, Place, Read
 from kvd.tiers.nvme import choose
@@ -151,7 +152,8 @@ def test_a_million_chunks_are_there_within_seconds(tmp_path: Path) -> None:
         raw = bytearray(rows.tobytes())
         view = memoryview(raw)
         for at in range(0, len(raw), 512):
-            patch_check(view[at : at + 512])
+            check = check_of(view[at : at + CHECK_AT])
+            view[at + CHECK_AT : at + 512] = check.to_bytes(8, "little")
         with open(tmp_path / f"kvd-slab-{number:05d}", "wb") as file:
             file.truncate(geometry.payload_bytes)
             file.write(geometry.pack())
